@@ -1,0 +1,1 @@
+"""What runs on volunteers' computers, and how it is packaged."""

@@ -1,0 +1,1 @@
+"""The `gradient` application: runs one microtask under the BOINC API."""

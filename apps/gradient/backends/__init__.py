@@ -1,0 +1,1 @@
+"""One table of operators per way of computing: numpy (the reference), torch, OpenCL."""

@@ -1,0 +1,1 @@
+"""Builds the application versions that volunteers download."""

@@ -1,0 +1,1 @@
+"""From validated gradients to model versions: intake, aggregation, publishing."""

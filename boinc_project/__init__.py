@@ -1,0 +1,1 @@
+"""BOINC's files, protocol and database, and the `boinc-train` command: what all other folders share."""

@@ -1,0 +1,1 @@
+"""The embedded BOINC-compatible server: pure decisions and a thin HTTP rim."""

@@ -1,0 +1,1 @@
+"""OpenCL kernels of the project (data)."""

@@ -1,0 +1,1 @@
+"""From the admin's model to workunits: export, data shards, microtasks, supply."""
