@@ -16,7 +16,7 @@ import zstandard
 from boinc_project.contract.errors import ContractError
 
 ZSTD_LEVEL = 6  # beyond 6 the files of this project gain under 1 % and take several times as long
-MAX_DEPTH = 32
+_FEED_BYTES = 1024  # four bytes of zstd can mean 128 KiB: at most 32 MiB appear between two checks
 
 
 def dumps(document: Any) -> bytes:
@@ -92,15 +92,19 @@ def decompress(
     if parameters.window_size > max(2 * max_bytes, 1 << 23):
         raise fault_type(f"{what}: the zstd window is larger than the content", fault="zstd")
     expander = zstandard.ZstdDecompressor().decompressobj()
+    pieces = bytearray()
+    position = 0
     try:
-        content = expander.decompress(data)
+        while position < len(data) and not expander.eof and len(pieces) <= size:
+            pieces += expander.decompress(data[position : position + _FEED_BYTES])
+            position += _FEED_BYTES
     except zstandard.ZstdError as error:
         raise fault_type(f"{what}: damaged zstd frame ({error})", fault="zstd") from error
-    if len(content) != size or not expander.eof:
+    if len(pieces) != size or not expander.eof:
         raise fault_type(f"{what}: the zstd frame is cut short or lies about its size", fault="truncated")
-    if expander.unused_data:
+    if expander.unused_data or position < len(data):
         raise fault_type(f"{what}: bytes follow the zstd frame", fault="trailing_bytes")
-    return content
+    return bytes(pieces)
 
 
 class Taker:

@@ -1,0 +1,111 @@
+"""Codecs: how an update becomes tensors to send, and back. Stateless and deterministic.
+
+    dense   float32 as it is
+    int8    blocks of B values share one float32 scale = max|x| / 127; a code is round-half-even(x / scale)
+
+Agreement between replicas is measured after decoding. Only float32 tensors are encoded; tensors of other
+dtypes (counters of batch norm) always travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from boinc_project.contract.canonical import Taker
+from boinc_project.contract.errors import ContractError
+from boinc_project.contract.opset import TensorType
+
+Array = npt.NDArray[Any]
+CODES_SUFFIX = "#codes"
+SCALES_SUFFIX = "#scales"
+MAX_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec and its parameters as the microtask names them.
+
+    kind         "dense" or "int8"
+    block        values that share one scale (int8)
+    compression  "zstd" or "none": of the whole file, see update.py
+    """
+
+    kind: str = "dense"
+    block: int = 256
+    compression: str = "zstd"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dense", "int8"):
+            raise ContractError(f"codec {self.kind!r} is unknown; use 'dense' or 'int8'", fault="codec")
+        if self.compression not in ("zstd", "none"):
+            raise ContractError(f"compression {self.compression!r} is unknown; use 'zstd' or 'none'", fault="codec")
+        if not 1 <= self.block <= MAX_BLOCK:
+            raise ContractError(f"codec block {self.block} is not between 1 and {MAX_BLOCK}", fault="codec")
+
+    def to_document(self) -> dict[str, Any]:
+        return {"kind": self.kind, "block": self.block, "compression": self.compression}
+
+    @staticmethod
+    def from_document(take: Taker) -> Codec:
+        take.only("kind", "block", "compression")
+        return Codec(take.text("kind", 16), take.integer("block", 1, MAX_BLOCK), take.text("compression", 8))
+
+    def encoded_types(self, types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+        """Names and types of the tensors in the file for an update with these types."""
+        found: dict[str, TensorType] = {}
+        for name, kind in types.items():
+            if self.kind == "int8" and kind.dtype == "float32":
+                elements = _elements(kind)
+                found[name + CODES_SUFFIX] = TensorType("int8", (elements,))
+                found[name + SCALES_SUFFIX] = TensorType("float32", (-(-elements // self.block),))
+            else:
+                found[name] = kind
+        return found
+
+    def encode(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """Update tensors -> file tensors."""
+        found: dict[str, Array] = {}
+        for name, array in tensors.items():
+            if self.kind == "int8" and array.dtype == np.float32:
+                found[name + CODES_SUFFIX], found[name + SCALES_SUFFIX] = _quantise(array, self.block)
+            else:
+                found[name] = array
+        return found
+
+    def decode(self, tensors: Mapping[str, Array], types: Mapping[str, TensorType]) -> dict[str, Array]:
+        """File tensors (already checked against `encoded_types`) -> update tensors of these types."""
+        found: dict[str, Array] = {}
+        for name, kind in types.items():
+            if self.kind == "int8" and kind.dtype == "float32":
+                codes, scales = tensors[name + CODES_SUFFIX], tensors[name + SCALES_SUFFIX]
+                spread = np.repeat(scales, self.block)[: codes.size]
+                found[name] = (codes.astype(np.float32) * spread).reshape(kind.shape)
+            else:
+                found[name] = tensors[name]
+        return found
+
+
+def _elements(kind: TensorType) -> int:
+    count = 1
+    for dim in kind.shape:
+        count *= dim
+    return count
+
+
+def _quantise(array: Array, block: int) -> tuple[Array, Array]:
+    flat = np.ascontiguousarray(array, dtype=np.float32).reshape(-1)
+    blocks = -(-flat.size // block)
+    padded = np.zeros(blocks * block, dtype=np.float32)
+    padded[: flat.size] = flat
+    grid = padded.reshape(blocks, block)
+    scales = (np.abs(grid).max(axis=1, initial=0.0) / np.float32(127)).astype(np.float32)
+    # A block of zeros (or of values so small that the scale underflows) has scale 0 and codes 0.
+    safe = np.where(scales > 0, scales, np.float32(1))
+    codes = np.clip(np.rint(grid / safe[:, None]), -127, 127).astype(np.int8)
+    codes[scales == 0] = 0
+    return codes.reshape(-1)[: flat.size].copy(), scales

@@ -1,0 +1,203 @@
+"""Named tensors in one file: safetensors, read with strict bounds.
+
+What it is: writing through the safetensors package, and a reader of our own for strangers' files that
+checks everything before it trusts or allocates anything: header length, duplicate keys, names, dtypes,
+shapes, offsets without gap or overlap, no trailing bytes. What it is not: it never unpickles, and a
+tensor that the reader returns is a view into the given bytes, so nothing larger than the file is made.
+Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save as safetensors_save
+
+from boinc_project.contract import canonical
+from boinc_project.contract.errors import ContractError
+from boinc_project.contract.opset import TensorType
+
+MAX_HEADER_BYTES = 16 << 20  # 100,000 tensors fit
+MAX_TENSORS = 100_000
+METADATA_KEY = "boinc_train"  # our metadata is one JSON string under this key, so that its order is fixed
+
+Array = npt.NDArray[Any]
+
+_DTYPES: Mapping[str, str] = {
+    "F32": "float32",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_ITEM_BYTES: Mapping[str, int] = {"F32": 4, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+class TensorFileError(ContractError):
+    """A tensor file is not what it should be; `fault` names how."""
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What a file holds: arrays by name (read-only views) and our metadata."""
+
+    tensors: Mapping[str, Array]
+    metadata: Mapping[str, Any]
+
+
+def to_bytes(tensors: Mapping[str, Array], metadata: Optional[Mapping[str, Any]] = None) -> bytes:
+    """The file's bytes: the same tensors and metadata give the same bytes."""
+    arrays = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
+    text = canonical.dumps(dict(metadata or {})).decode("ascii")
+    return bytes(safetensors_save(arrays, {METADATA_KEY: text}))
+
+
+def from_bytes(
+    data: Union[bytes, memoryview],
+    expected: Optional[Mapping[str, TensorType]] = None,
+    what: str = "tensor file",
+    fault_type: type[ContractError] = TensorFileError,
+) -> TensorFile:
+    """Read a file; with `expected`, exactly these names, dtypes and shapes must be there.
+
+    Raises `fault_type` whose `fault` is one of: truncated, header_too_long, json, duplicate_key, type,
+    unknown_key, missing_key, name, dtype, shape, offsets, trailing_bytes, missing_tensor, extra_tensor,
+    too_many_tensors.
+    """
+    view = memoryview(data)
+    header, body = _split(view, what, fault_type)
+    text = header.pop("__metadata__", {})
+    if len(header) > MAX_TENSORS:
+        raise fault_type(f"{what}: {len(header)} tensors, more than {MAX_TENSORS}", fault="too_many_tensors")
+    if expected is not None:
+        missing = sorted(set(expected) - set(header))
+        extra = sorted(set(header) - set(expected))
+        if missing:
+            raise fault_type(f"{what}: tensor {missing[0]!r} is missing", fault="missing_tensor")
+        if extra:
+            raise fault_type(f"{what}: tensor {extra[0][:120]!r} does not belong there", fault="extra_tensor")
+    spans: list[tuple[int, int, str]] = []
+    tensors: dict[str, Array] = {}
+    for name, entry in header.items():
+        place = f"{what}: tensor {name[:120]!r}"
+        if not name or len(name) > 500 or not name.isprintable() or ".." in name or name.startswith("/"):
+            raise fault_type(f"{place} has an unusable name", fault="name")
+        take = canonical.Taker(entry, place, fault_type)
+        take.only("dtype", "shape", "data_offsets")
+        code = take.text("dtype", 16)
+        if code not in _DTYPES:
+            raise fault_type(f"{place} has dtype {code!r}, which this project does not use", fault="dtype")
+        shape = take.integers("shape", 0, 2**40, 16)
+        offsets = take.integers("data_offsets", 0, len(body), 2)
+        if expected is not None:
+            wanted = expected[name]
+            if _DTYPES[code] != wanted.dtype:
+                raise fault_type(f"{place} has dtype {_DTYPES[code]}, not {wanted.dtype}", fault="dtype")
+            if shape != wanted.shape:
+                raise fault_type(f"{place} has shape {list(shape)}, not {list(wanted.shape)}", fault="shape")
+        size = _ITEM_BYTES[code]
+        for dim in shape:
+            size *= dim
+        if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+            raise fault_type(f"{place}: its offsets do not hold {size} bytes", fault="offsets")
+        spans.append((offsets[0], offsets[1], name))
+        flat = np.frombuffer(body[offsets[0] : offsets[1]], dtype=np.dtype(_DTYPES[code]).newbyteorder("<"))
+        if code == "BOOL" and flat.size and int(flat.view(np.uint8).max()) > 1:
+            raise fault_type(f"{place}: a boolean is neither 0 nor 1", fault="dtype")
+        tensors[name] = flat.reshape(shape)
+    _check_spans(spans, len(body), what, fault_type)
+    return TensorFile(tensors, _metadata(text, what, fault_type))
+
+
+def write(path: Path, tensors: Mapping[str, Array], metadata: Optional[Mapping[str, Any]] = None) -> str:
+    """Write a file so that it is whole or absent (temporary name, fsync, rename); returns its SHA-256."""
+    data = to_bytes(tensors, metadata)
+    write_bytes(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Put bytes in place atomically and durably: temporary file beside it, fsync, rename, fsync folder."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable (nothing to do on Windows)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read(
+    path: Path,
+    expected: Optional[Mapping[str, TensorType]] = None,
+    max_bytes: Optional[int] = None,
+    fault_type: type[ContractError] = TensorFileError,
+) -> TensorFile:
+    """Read a file from disk; `max_bytes` is checked before it is opened for reading."""
+    size = path.stat().st_size
+    if max_bytes is not None and size > max_bytes:
+        raise fault_type(f"{path.name}: {size} bytes, more than {max_bytes}", fault="too_large")
+    return from_bytes(path.read_bytes(), expected, path.name, fault_type)
+
+
+def _split(view: memoryview, what: str, fault_type: type[ContractError]) -> tuple[dict[str, Any], memoryview]:
+    if len(view) < 8:
+        raise fault_type(f"{what}: {len(view)} bytes are too few for a tensor file", fault="truncated")
+    length = int.from_bytes(view[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise fault_type(f"{what}: claims a header of {length} bytes", fault="header_too_long")
+    if 8 + length > len(view):
+        raise fault_type(f"{what}: ends inside its header", fault="truncated")
+    header = canonical.loads(bytes(view[8 : 8 + length]), what, fault_type)
+    if not isinstance(header, dict):
+        raise fault_type(f"{what}: its header is not an object", fault="type")
+    return header, view[8 + length :]
+
+
+def _check_spans(
+    spans: list[tuple[int, int, str]], body_bytes: int, what: str, fault_type: type[ContractError]
+) -> None:
+    """Tensors must follow one another without gap or overlap and end where the file ends."""
+    at = 0
+    for start, end, name in sorted(spans):
+        if start != at:
+            kind = "overlaps another" if start < at else "leaves a gap before it"
+            raise fault_type(f"{what}: tensor {name[:120]!r} {kind}", fault="offsets")
+        at = end
+    if at != body_bytes:
+        fault = "trailing_bytes" if at < body_bytes else "truncated"
+        raise fault_type(f"{what}: {body_bytes} bytes of data where {at} are described", fault=fault)
+
+
+def _metadata(text: Any, what: str, fault_type: type[ContractError]) -> Mapping[str, Any]:
+    if not isinstance(text, dict) or not all(isinstance(each, str) for each in text.values()):
+        raise fault_type(f"{what}: its metadata is not an object of strings", fault="type")
+    own = text.get(METADATA_KEY)
+    if own is None:
+        return {}
+    found = canonical.loads(own.encode("utf-8", "surrogatepass"), f"{what} metadata", fault_type)
+    if not isinstance(found, dict):
+        raise fault_type(f"{what}: its metadata is not an object", fault="type")
+    return found

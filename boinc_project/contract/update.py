@@ -1,0 +1,137 @@
+"""The update: what one microtask gives back, as one file.
+
+Tensors by name:
+    gradient/<parameter>   float32, gradient of the summed loss           (mode gradient)
+    delta/<parameter>      float32, start minus end                       (mode local-steps)
+    buffer/<buffer>        the buffers after the last step                (gradient, local-steps)
+    metric/<name>          float32 [steps], summed over the samples of each step (all modes)
+The first two are encoded by the microtask's codec; the others always travel as they are. The file is a
+tensor file (tensorfile.py), in one zstd frame if the codec says so. Its metadata is a stranger's text: it
+may be shown, escaped, and never decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from boinc_project.contract import canonical, tensorfile
+from boinc_project.contract.codecs import Array, Codec
+from boinc_project.contract.errors import ContractError, InvalidResult
+from boinc_project.contract.graph import DTYPE_BYTES, Graph
+from boinc_project.contract.opset import TensorType
+
+FORMAT = "boinc-train-update"
+MAX_METADATA_BYTES = 64 << 10
+ENCODED_PREFIXES = ("gradient/", "delta/")
+
+
+@dataclass(frozen=True)
+class Update:
+    """A decoded update: tensors by name, and the volunteer's own (untrusted) description."""
+
+    tensors: Mapping[str, Array]
+    metadata: Mapping[str, Any]
+
+
+def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
+    """Name -> type of every tensor that a microtask of this mode over this graph gives back."""
+    types = graph.output_types()
+    found: dict[str, TensorType] = {}
+    for output in graph.outputs:
+        if output.kind == "metric":
+            found[output.name] = TensorType("float32", (steps,))
+        elif output.kind == "buffer" and mode != "evaluation":
+            found[output.name] = types[output.name]
+        elif output.kind == "gradient" and mode == "gradient":
+            found[output.name] = types[output.name]
+        elif output.kind == "gradient" and mode == "local-steps":
+            found["delta/" + output.name[len("gradient/") :]] = types[output.name]
+    return found
+
+
+def file_types(types: Mapping[str, TensorType], codec: Codec) -> dict[str, TensorType]:
+    """Name -> type of every tensor in the file: the encoded ones replaced by their codes."""
+    coded = {name: kind for name, kind in types.items() if name.startswith(ENCODED_PREFIXES)}
+    plain = {name: kind for name, kind in types.items() if name not in coded}
+    return {**codec.encoded_types(coded), **plain}
+
+
+def max_update_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
+    """No honest update file is larger: data, header, metadata, and zstd's worst expansion. In bytes."""
+    inside = _max_plain_bytes(types, codec)
+    return inside + inside // 128 + 1024 if codec.compression == "zstd" else inside
+
+
+def _max_plain_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
+    total = 4096 + 2 * MAX_METADATA_BYTES
+    for name, kind in file_types(types, codec).items():
+        size = 1 if kind.dtype == "int8" else DTYPE_BYTES[kind.dtype]
+        for dim in kind.shape:
+            size *= dim
+        total += size + 2 * len(name) + 200
+    return total
+
+
+def write_update(
+    tensors: Mapping[str, Array], types: Mapping[str, TensorType], metadata: Mapping[str, Any], codec: Codec
+) -> bytes:
+    """The file for these tensors (which must have exactly these types); refuses non-finite ones (ContractError)."""
+    for name, kind in types.items():
+        array = tensors[name]
+        if array.dtype.name != kind.dtype or array.shape != kind.shape:
+            raise ContractError(f"update tensor {name!r} is {array.dtype} {array.shape}, not {kind}", fault="shape")
+    _check_finite(tensors, ContractError)
+    if len(canonical.dumps(dict(metadata))) > MAX_METADATA_BYTES:
+        raise ContractError("the update's metadata is too long", fault="too_large")
+    coded = {name: tensors[name] for name in types if name.startswith(ENCODED_PREFIXES)}
+    plain = {name: tensors[name] for name in types if name not in coded}
+    data = tensorfile.to_bytes({**codec.encode(coded), **plain}, {**metadata, "format": FORMAT})
+    return canonical.compress(data) if codec.compression == "zstd" else data
+
+
+def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> Update:
+    """Check and decode a stranger's file. Raises InvalidResult; nothing larger than it should be is allocated."""
+    limit = max_update_bytes(types, codec)
+    if not data:
+        raise InvalidResult("the update file is empty", fault="empty")
+    if len(data) > limit:
+        raise InvalidResult(f"the update file has {len(data)} bytes, more than {limit}", fault="too_large")
+    if codec.compression == "zstd":
+        data = canonical.decompress(data, _max_plain_bytes(types, codec), "update", InvalidResult)
+    file = tensorfile.from_bytes(data, file_types(types, codec), "update", InvalidResult)
+    if file.metadata.get("format") != FORMAT:
+        raise InvalidResult("this is not an update file", fault="format")
+    if file.metadata.get("microtask") != microtask_digest:
+        raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
+    _check_finite(file.tensors, InvalidResult)
+    tensors = codec.decode(file.tensors, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
+    tensors.update({n: file.tensors[n] for n in types if n not in tensors})
+    _check_finite(tensors, InvalidResult)
+    return Update(tensors, file.metadata)
+
+
+def squared_norm(array: Array) -> float:
+    """Sum of squares in float64 (so that 3e38 does not overflow)."""
+    flat = array.reshape(-1)
+    total = 0.0
+    for start in range(0, flat.size, 1 << 20):
+        piece = flat[start : start + (1 << 20)].astype(np.float64)
+        total += float(piece @ piece)
+    return total
+
+
+def _check_finite(tensors: Mapping[str, Array], fault_type: type[ContractError]) -> None:
+    """Refuse NaN, infinity, and tensors so large that a sum of a few would overflow float32."""
+    for name, array in tensors.items():
+        if array.dtype.kind != "f" or array.size == 0:
+            continue
+        top = float(np.abs(array).max())  # NaN propagates through max
+        if not math.isfinite(top):
+            raise fault_type(f"update tensor {name!r} holds NaN or infinity", fault="not_finite")
+        if top > 1e30:
+            raise fault_type(f"update tensor {name!r} holds {top:.3g}; its sums would overflow", fault="not_finite")
