@@ -1,0 +1,355 @@
+"""Runs one microtask: read and check its files, take its steps, write the update.
+
+Bird's eye view, in call order: `load` -> `Run.restore` -> `Run.step` (once per batch) -> `Run.update`.
+What it is not: it knows nothing about BOINC beyond the small `Host` interface (where files are, when to
+stop, when to checkpoint), and nothing about how an operator computes (backends).
+
+A volunteer's computer trusts nobody here: over plain HTTP a forged reply can name any files, so sizes,
+digests, shapes, and memory are checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Optional, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from apps.gradient.executor import Backend, Executor
+from boinc_project.contract import tensorfile
+from boinc_project.contract.errors import ContractError, UnfitHost
+from boinc_project.contract.graph import Graph, value_bytes
+from boinc_project.contract.microtask import (
+    CONSTANTS_FILE,
+    GRAPH_FILE,
+    MAX_MICROTASK_BYTES,
+    MICROTASK_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    Batch,
+    Microtask,
+    shard_file,
+)
+from boinc_project.contract.opset import TensorType
+from boinc_project.contract.update import update_types
+
+Array = npt.NDArray[Any]
+
+
+class NotFinite(ContractError):
+    """The loss became NaN or infinite; no update is written."""
+
+
+class Host(Protocol):
+    """What the runner needs from whoever runs it (the BOINC client, a test, the server's own check)."""
+
+    def resolve(self, name: str) -> Path: ...
+
+    def check(self) -> None: ...
+
+    def fraction_done(self, fraction: float) -> None: ...
+
+
+@dataclass
+class Loaded:
+    """A microtask with all its files read and checked."""
+
+    microtask: Microtask
+    digest: str
+    gradient: Graph
+    optimizer: Optional[Graph]
+    state: Mapping[str, Array]
+    constants: Mapping[str, Array]
+    shards: list[Mapping[str, Array]]
+    types: Mapping[str, TensorType]
+
+    def memory_estimate(self) -> int:
+        """Bytes that running this takes at worst: values of the larger graph, state twice, shards, update."""
+        graphs = max(g.peak_bytes() for g in (self.gradient, self.optimizer) if g is not None)
+        state = sum(a.nbytes for a in self.state.values()) + sum(a.nbytes for a in self.constants.values())
+        data = sum(a.nbytes for shard in self.shards for a in shard.values())
+        update = sum(value_bytes(kind) for kind in self.types.values())
+        return graphs + 2 * state + data + 3 * update
+
+
+def load(resolve: Callable[[str], Path], memory_limit: Optional[float] = None) -> Loaded:
+    """Read a microtask and its files.
+
+    `memory_limit` is in bytes. Raises ContractError (a file is not what the microtask names, or breaks
+    the contract) or UnfitHost (it needs more memory than the limit).
+    """
+    text = _bounded_read(resolve(MICROTASK_FILE), MICROTASK_FILE, MAX_MICROTASK_BYTES)
+    microtask = Microtask.from_json(text)
+    total = sum(ref.size for ref in microtask.files.values())
+    if memory_limit and total > memory_limit:
+        raise UnfitHost(f"the input files have {total} bytes; this task may use {memory_limit:.0f}")
+
+    def contents(name: str) -> bytes:
+        ref = microtask.files[name]
+        data = _bounded_read(resolve(name), name, ref.size)
+        if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise ContractError(f"input file {name} is not the one that the microtask names", fault="digest")
+        return data
+
+    gradient = Graph.from_bytes(contents(GRAPH_FILE))
+    optimizer = Graph.from_bytes(contents(OPTIMIZER_FILE)) if microtask.mode == "local-steps" else None
+    if memory_limit and gradient.peak_bytes() > memory_limit:
+        raise UnfitHost(f"a step needs {gradient.peak_bytes()} bytes; this task may use {memory_limit:.0f}")
+    state_types = {i.name: i.type for i in gradient.inputs_of_kind("parameter", "buffer")}
+    state = _take(contents(STATE_FILE), state_types, STATE_FILE)
+    constant_types = {i.name: i.type for i in gradient.inputs_of_kind("constant")}
+    constants: Mapping[str, Array] = {}
+    if constant_types:
+        if CONSTANTS_FILE not in microtask.files:
+            raise ContractError(f"the graph needs constants, but {CONSTANTS_FILE} is missing", fault="missing_file")
+        constants = _take(contents(CONSTANTS_FILE), constant_types, CONSTANTS_FILE)
+    shards = [_shard(contents(shard_file(k)), k, gradient, microtask) for k in range(microtask.shard_count)]
+    for batch in microtask.batches:
+        for shard, row in zip(batch.shards, batch.rows):
+            rows = next(iter(shards[shard].values())).shape[0]
+            if row >= rows:
+                raise ContractError(f"a batch names row {row} of shard {shard}, which has {rows}", fault="batch")
+    types = update_types(gradient, microtask.mode, microtask.steps)
+    loaded = Loaded(microtask, microtask.digest(), gradient, optimizer, state, constants, shards, types)
+    if memory_limit and loaded.memory_estimate() > memory_limit:
+        raise UnfitHost(
+            f"this task needs {loaded.memory_estimate()} bytes of memory; it may use {memory_limit:.0f}"
+        )
+    return loaded
+
+
+def _take(data: bytes, types: Mapping[str, TensorType], name: str) -> dict[str, Array]:
+    """The tensors of a file that a graph wants; the file may hold more (an evaluation needs less state)."""
+    tensors = tensorfile.from_bytes(data, None, name).tensors
+    for wanted, kind in types.items():
+        array = tensors.get(wanted)
+        if array is None:
+            raise ContractError(f"{name} lacks {wanted!r}", fault="missing_tensor")
+        if array.dtype.name != kind.dtype or array.shape != kind.shape:
+            raise ContractError(f"{name}: {wanted!r} is {array.dtype} {array.shape}, not {kind}", fault="shape")
+    return {wanted: tensors[wanted] for wanted in types}
+
+
+def _bounded_read(path: Path, name: str, limit: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ContractError(f"input file {name} cannot be read: {error.strerror}", fault="missing_file") from error
+    if len(data) > limit:
+        raise ContractError(f"input file {name} has more than {limit} bytes", fault="too_large")
+    return data
+
+
+def _shard(data: bytes, number: int, graph: Graph, microtask: Microtask) -> Mapping[str, Array]:
+    """One data shard: for each batch input of the graph a tensor of the same name, rows first."""
+    tensors = tensorfile.from_bytes(data, None, shard_file(number)).tensors
+    rows = None
+    for each in graph.inputs_of_kind("batch"):
+        array = tensors.get(each.name)
+        if array is None:
+            raise ContractError(f"shard {number} lacks {each.name!r}", fault="missing_tensor")
+        if array.ndim == 0 or array.dtype.name != each.dtype or array.shape[1:] != each.shape[1:]:
+            raise ContractError(
+                f"shard {number}: {each.name!r} is {array.dtype} {array.shape}, the graph wants rows of"
+                f" {each.dtype} {each.shape[1:]}",
+                fault="shape",
+            )
+        if each.shape[0] != microtask.batch_size:
+            raise ContractError(
+                f"the graph takes {each.shape[0]} samples, the microtask has batches of {microtask.batch_size}",
+                fault="batch",
+            )
+        if rows is not None and array.shape[0] != rows:
+            raise ContractError(f"shard {number}: its tensors differ in their number of rows", fault="shape")
+        rows = array.shape[0]
+    return tensors
+
+
+@dataclass
+class Timings:
+    """Seconds of wall time, for the update's metadata."""
+
+    load: float = 0.0
+    compile: float = 0.0
+    compute: float = 0.0
+    encode: float = 0.0
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds: everything that the remaining steps need, as numpy arrays."""
+
+    step: int
+    tensors: dict[str, Array] = field(default_factory=dict)
+
+
+class Run:
+    """The state of a microtask between steps.
+
+    `values` holds the backend's tensors by input name: parameter/*, buffer/*, optimizer/*. In gradient
+    mode `sums` accumulates gradient/*. `metrics` has one float per step and metric.
+    """
+
+    def __init__(self, loaded: Loaded, backend: Backend, timings: Optional[Timings] = None) -> None:
+        self.loaded = loaded
+        self.backend = backend
+        self.timings = timings or Timings()
+        self.step_number = 0
+        start = time.monotonic()
+        self._gradient = Executor(loaded.gradient, backend)
+        self._optimizer = Executor(loaded.optimizer, backend) if loaded.optimizer else None
+        self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}
+        self._values = {name: backend.from_numpy(array) for name, array in loaded.state.items()}
+        if loaded.optimizer is not None:
+            for each in loaded.optimizer.inputs_of_kind("optimizer"):
+                self._values[each.name] = backend.from_numpy(np.zeros(each.shape, each.dtype))
+        self._sums: dict[str, Any] = {}
+        self._metrics: dict[str, list[float]] = {
+            output.name: [] for output in loaded.gradient.outputs_of_kind("metric")
+        }
+        self._seed = backend.from_numpy(np.array(loaded.microtask.seed, np.int64))
+        self.timings.compile += time.monotonic() - start
+
+    @property
+    def done(self) -> bool:
+        return self.step_number >= self.loaded.microtask.steps
+
+    def step(self, check: Optional[Callable[[], None]] = None) -> None:
+        """Take the next step. Raises NotFinite if its loss is NaN or infinite."""
+        start = time.monotonic()
+        microtask = self.loaded.microtask
+        index = self.step_number
+        inputs: dict[str, Any] = {**self._constants, **self._values, **self._batch(microtask.batches[index])}
+        inputs["seed"] = self._seed
+        inputs["step"] = self.backend.from_numpy(np.array(microtask.first_step + index, np.int64))
+        outputs = self._gradient.run(_wanted(inputs, self.loaded.gradient), check)
+        metrics = {name: float(self.backend.to_numpy(outputs[name])) for name in self._metrics}
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise NotFinite(f"{name} is {value} at step {index + 1} of {microtask.steps}", fault="not_finite")
+        # Only after the last thing that can fail is the state replaced, so a step is taken whole or not at all.
+        if microtask.mode == "local-steps":
+            self._local_step(outputs, index, check)
+        elif microtask.mode == "gradient":
+            self._accumulate(outputs)
+        if microtask.mode != "evaluation":
+            for output in self.loaded.gradient.outputs_of_kind("buffer"):
+                self._values[output.name] = outputs[output.name]
+        for name, value in metrics.items():
+            self._metrics[name].append(value)
+        self.step_number += 1
+        self.timings.compute += time.monotonic() - start
+
+    def _batch(self, batch: Batch) -> dict[str, Any]:
+        """Gather the samples of one batch; missing ones are copies of the first, masked out."""
+        size = self.loaded.microtask.batch_size
+        missing = size - batch.samples
+        shards = np.array(batch.shards + batch.shards[:1] * missing)
+        rows = np.array(batch.rows + batch.rows[:1] * missing)
+        found: dict[str, Any] = {}
+        for each in self.loaded.gradient.inputs_of_kind("batch"):
+            array = np.empty(each.shape, each.dtype)
+            for number in np.unique(shards):
+                here = shards == number
+                array[here] = self.loaded.shards[number][each.name][rows[here]]
+            found[each.name] = self.backend.from_numpy(array)
+        mask = np.zeros(size, np.float32)
+        mask[: batch.samples] = 1
+        found["mask"] = self.backend.from_numpy(mask)
+        return found
+
+    def _accumulate(self, outputs: Mapping[str, Any]) -> None:
+        types = self.loaded.gradient.output_types()
+        for output in self.loaded.gradient.outputs_of_kind("gradient"):
+            made = outputs[output.name]
+            if output.name in self._sums:
+                kind = types[output.name]
+                made = self.backend.ops["add"]([self._sums[output.name], made], {}, (kind,))[0]
+            self._sums[output.name] = made
+
+    def _local_step(
+        self, outputs: Mapping[str, Any], index: int, check: Optional[Callable[[], None]]
+    ) -> None:
+        assert self._optimizer is not None and self.loaded.optimizer is not None
+        rate = self.loaded.microtask.learning_rates[index]
+        inputs = {**self._values, **{k: v for k, v in outputs.items() if k.startswith("gradient/")}}
+        inputs["weight"] = outputs["metric/weight"]
+        inputs["learning_rate"] = self.backend.from_numpy(np.array(rate, np.float32))
+        inputs["step"] = self.backend.from_numpy(np.array(index, np.int64))
+        stepped = self._optimizer.run(_wanted(inputs, self.loaded.optimizer), check)
+        self._values.update(stepped)
+
+    def progress(self) -> Progress:
+        """All that a checkpoint must hold, as arrays."""
+        tensors = {f"value/{name}": self.backend.to_numpy(value) for name, value in self._values.items()}
+        if self.loaded.microtask.mode == "gradient":  # parameters do not move: only buffers and sums do
+            tensors = {n: a for n, a in tensors.items() if n.startswith("value/buffer/")}
+        tensors.update({f"sum/{name}": self.backend.to_numpy(value) for name, value in self._sums.items()})
+        tensors.update({name: np.array(values, np.float64).view(np.int64) for name, values in self._metrics.items()})
+        return Progress(self.step_number, {n: np.array(a) for n, a in tensors.items()})
+
+    def restore(self, progress: Progress) -> None:
+        """Continue after `progress.step` steps. Raises ContractError if the checkpoint does not fit."""
+        values = dict(self._values)
+        types = self.loaded.gradient.output_types()
+        sums: dict[str, Any] = {}
+        metrics: dict[str, list[float]] = {}
+        for name, array in progress.tensors.items():
+            if name.startswith("value/") and name[len("value/") :] in values:
+                before = self.backend.to_numpy(values[name[len("value/") :]])
+                if before.shape != array.shape or before.dtype != array.dtype:
+                    raise ContractError(f"checkpoint tensor {name!r} has another shape", fault="shape")
+                values[name[len("value/") :]] = self.backend.from_numpy(np.array(array))
+            elif name.startswith("sum/") and name[len("sum/") :] in types:
+                if types[name[len("sum/") :]].shape != array.shape:
+                    raise ContractError(f"checkpoint tensor {name!r} has another shape", fault="shape")
+                sums[name[len("sum/") :]] = self.backend.from_numpy(np.array(array))
+            elif name in self._metrics:
+                metrics[name] = np.array(array, np.int64).view(np.float64).tolist()
+            else:
+                raise ContractError(f"checkpoint tensor {name!r} does not belong there", fault="extra_tensor")
+        if not 0 < progress.step <= self.loaded.microtask.steps or any(
+            len(metrics.get(name, [])) != progress.step for name in self._metrics
+        ):
+            raise ContractError("the checkpoint's step does not fit its metrics", fault="steps")
+        if self.loaded.microtask.mode == "gradient" and set(sums) != {
+            output.name for output in self.loaded.gradient.outputs_of_kind("gradient")
+        }:
+            raise ContractError("the checkpoint lacks sums", fault="missing_tensor")
+        self._values, self._sums, self._metrics, self.step_number = values, sums, metrics, progress.step
+
+    def update(self) -> dict[str, Array]:
+        """The update's tensors after the last step, as `update_types` lists them."""
+        assert self.done, (self.step_number, self.loaded.microtask.steps)
+        found: dict[str, Array] = {}
+        for name in self.loaded.types:
+            if name.startswith("delta/"):
+                parameter = "parameter/" + name[len("delta/") :]
+                found[name] = self.loaded.state[parameter] - self.backend.to_numpy(self._values[parameter])
+            elif name.startswith("gradient/"):
+                found[name] = self.backend.to_numpy(self._sums[name])
+            elif name.startswith("buffer/"):
+                found[name] = self.backend.to_numpy(self._values[name])
+            else:
+                found[name] = np.array(self._metrics[name], np.float32)
+        return {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in found.items()}
+
+    def losses(self) -> list[float]:
+        """Mean loss per step so far."""
+        weights = self._metrics.get("metric/weight", [])
+        return [total / max(weight, 1.0) for total, weight in zip(self._metrics.get("metric/loss", []), weights)]
+
+
+def _wanted(values: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    """Those of the values that the graph takes."""
+    return {each.name: values[each.name] for each in graph.inputs}
+
+

@@ -1,0 +1,171 @@
+"""The project's own tables, beside BOINC's in the same database (prefix `gt_`).
+
+BOINC's tables are never altered. Everything is keyed by workunit *name*: ids can recur after a purge.
+States are short words, so that an admin can read them in the database.
+
+    gt_job         one row per training job
+    gt_version     one row per published model version
+    gt_microtask   one row per issued microtask (job, version, slot, attempt) and its workunit
+    gt_ledger      one row per gradient taken in: what was folded into which version, and with what weight
+    gt_file        one row per published file and its life
+    gt_heartbeat   one row per running daemon
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+
+gt_metadata = sa.MetaData()
+
+_Long = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_Document = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
+_Double = sa.Double()
+
+
+class JobState(StrEnum):
+    """gt_job.state."""
+
+    RUNNING = "running"  # microtasks are issued
+    PAUSED = "paused"  # nothing new is issued; what comes back is still folded
+    FINISHED = "finished"  # the stop condition holds
+    FAILED = "failed"  # something only the admin can mend; `note` says what
+
+
+class MicrotaskState(StrEnum):
+    """gt_microtask.state."""
+
+    ISSUED = "issued"  # its workunit exists and is not assimilated
+    FOLDED = "folded"  # its gradient is in the ledger
+    FAILED = "failed"  # its workunit errored; the slot is issued again
+    CANCELLED = "cancelled"  # withdrawn before it was sent
+
+
+class Disposition(StrEnum):
+    """gt_ledger.disposition: what became of a gradient."""
+
+    PENDING = "pending"  # taken in, waits for its round
+    COMMITTED = "committed"  # member of a round that is being applied
+    APPLIED = "applied"  # part of `applied_version`
+    TOO_OLD = "too_old"  # credited, not applied
+    DUPLICATE = "duplicate"  # the slot was already filled
+    DROPPED = "dropped"  # its model version was rolled back
+
+
+class FileState(StrEnum):
+    """gt_file.state."""
+
+    PUBLISHED = "published"
+    DELETED = "deleted"
+
+
+gt_job = sa.Table(
+    "gt_job",
+    gt_metadata,
+    sa.Column("id", _Long, primary_key=True, autoincrement=True),
+    sa.Column("name", sa.String(64), nullable=False, unique=True),
+    sa.Column("appid", _Long, nullable=False),
+    sa.Column("create_time", _Long, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("note", sa.Text, nullable=False, default=""),
+    sa.Column("config", _Document, nullable=False),  # canonical JSON of JobConfig
+    sa.Column("folder", sa.Text, nullable=False),  # absolute; graphs, shards, versions, payloads
+    sa.Column("facts", _Document, nullable=False),  # canonical JSON of JobFacts (store.py)
+    sa.Column("current_version", _Long, nullable=False, default=0),
+    mysql_engine="InnoDB",
+)
+
+gt_version = sa.Table(
+    "gt_version",
+    gt_metadata,
+    sa.Column("job_id", _Long, primary_key=True, autoincrement=False),
+    sa.Column("version", _Long, primary_key=True, autoincrement=False),
+    sa.Column("create_time", _Double, nullable=False),
+    sa.Column("state_sha256", sa.String(64), nullable=False),
+    sa.Column("state_bytes", _Long, nullable=False),
+    sa.Column("optimizer_sha256", sa.String(64), nullable=False, default=""),
+    sa.Column("contributions", sa.Integer, nullable=False, default=0),
+    sa.Column("samples", _Long, nullable=False, default=0),
+    sa.Column("loss", _Double, nullable=True),  # mean training loss of its contributions
+    sa.Column("evaluation", sa.Text, nullable=False, default=""),  # JSON {metric: value} once evaluated
+    mysql_engine="InnoDB",
+)
+
+gt_round = sa.Table(
+    "gt_round",
+    gt_metadata,
+    sa.Column("job_id", _Long, primary_key=True, autoincrement=False),
+    sa.Column("version", _Long, primary_key=True, autoincrement=False),  # the version it makes
+    sa.Column("commit_time", _Double, nullable=False),
+    sa.Column("members", _Document, nullable=False),  # JSON [[workunit name, weight], ...] in folding order
+    mysql_engine="InnoDB",
+)
+
+gt_microtask = sa.Table(
+    "gt_microtask",
+    gt_metadata,
+    sa.Column("id", _Long, primary_key=True, autoincrement=True),
+    sa.Column("job_id", _Long, nullable=False),
+    sa.Column("version", _Long, nullable=False),
+    sa.Column("slot", sa.Integer, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("workunit_name", sa.String(191), nullable=False, unique=True),
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("document", _Document, nullable=False),  # canonical JSON of the microtask
+    sa.Column("samples", _Long, nullable=False),
+    sa.Column("flops", _Double, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("create_time", _Long, nullable=False),
+    sa.Column("canonical_sha256", sa.String(64), nullable=False, default=""),  # of the payload the validator judged
+    sa.Column("note", sa.Text, nullable=False, default=""),
+    sa.UniqueConstraint("job_id", "version", "slot", "attempt"),
+    sa.Index("gt_microtask_state", "job_id", "state"),
+    mysql_engine="InnoDB",
+)
+
+gt_ledger = sa.Table(
+    "gt_ledger",
+    gt_metadata,
+    sa.Column("workunit_name", sa.String(191), primary_key=True),
+    sa.Column("job_id", _Long, nullable=False),
+    sa.Column("base_version", _Long, nullable=False),
+    sa.Column("slot", sa.Integer, nullable=False),
+    sa.Column("payload_sha256", sa.String(64), nullable=False),
+    sa.Column("payload_file", sa.String(254), nullable=False),  # relative to the job's folder
+    sa.Column("samples", _Long, nullable=False),
+    sa.Column("loss", _Double, nullable=True),
+    sa.Column("hostid", _Long, nullable=False),
+    sa.Column("intake_time", _Double, nullable=False),
+    sa.Column("disposition", sa.String(16), nullable=False),
+    sa.Column("applied_version", _Long, nullable=True),
+    sa.Column("weight", _Double, nullable=True),
+    sa.Index("gt_ledger_round", "job_id", "base_version"),
+    mysql_engine="InnoDB",
+)
+
+gt_file = sa.Table(
+    "gt_file",
+    gt_metadata,
+    sa.Column("name", sa.String(191), primary_key=True),
+    sa.Column("job_id", _Long, nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),  # graph, optimizer, evaluation, constants, shard, state, microtask
+    sa.Column("version", _Long, nullable=True),  # of the model, for state and microtask files
+    sa.Column("sha256", sa.String(64), nullable=False),
+    sa.Column("bytes", _Long, nullable=False),
+    sa.Column("create_time", _Long, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Index("gt_file_job", "job_id", "state", "kind"),
+    mysql_engine="InnoDB",
+)
+
+gt_heartbeat = sa.Table(
+    "gt_heartbeat",
+    gt_metadata,
+    sa.Column("daemon", sa.String(64), primary_key=True),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("time", _Double, nullable=False),
+    sa.Column("note", sa.Text, nullable=False, default=""),
+    mysql_engine="InnoDB",
+)
