@@ -547,7 +547,7 @@ class Database:
     the number of matched rows, as BOINC's own daemons have it (CLIENT_FOUND_ROWS).
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str | sa.URL) -> None:
         self.url = make_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.engine = _sqlite_engine(self.url) if self.is_sqlite else _mysql_engine(self.url)
