@@ -1,0 +1,143 @@
+"""Which copies of a workunit agree: a decision over all of them at once, whatever order they came in.
+
+Distance of two updates: for every tensor t of a family (gradient, delta, buffer, metric)
+
+    d_t = |a_t - b_t| / (m_t + m * sqrt(n_t / n))      m_t = (|a_t| + |b_t|) / 2,  m = the same for the family
+
+with Euclidean norms, n_t the elements of t and n of the family; the distance is the largest d_t. The second
+term is the floor: a tensor whose true gradient is zero (the key bias of attention) holds only rounding
+noise, and a purely relative measure would call two honest copies different. Tensors of integers must be
+equal. The measure is symmetric, an all-zero update is at distance >= 1 from any other, and a flipped sign
+at distance 2.
+
+"Close" is not transitive, so the verdict is taken over groups in which every pair agrees (cliques), and the
+canonical result is the group's medoid, the member with the least sum of distances.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+_CHUNK = 1 << 20  # elements per piece of the float64 sums: 8 MB of scratch memory
+
+
+def distance(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
+    """Largest relative difference of two updates with the same tensors; 0 for equal ones, inf if integers differ."""
+    families: dict[str, list[str]] = {}
+    for name in a:
+        families.setdefault(name.split("/", 1)[0], []).append(name)
+    return max((_family_distance(a, b, names) for names in families.values()), default=0.0)
+
+
+def _family_distance(a: Mapping[str, Array], b: Mapping[str, Array], names: Sequence[str]) -> float:
+    terms = []
+    total = 0.0
+    elements = 0
+    for name in names:
+        if a[name].dtype.kind != "f":
+            if not np.array_equal(a[name], b[name]):
+                return math.inf
+            continue
+        square_a, square_b, square_difference = _squares(a[name], b[name])
+        mean_norm = (math.sqrt(square_a) + math.sqrt(square_b)) / 2
+        terms.append((mean_norm, math.sqrt(square_difference), a[name].size))
+        total += square_a + square_b
+        elements += a[name].size
+    # The family's norm as the mean of the two copies' norms would need them apart; their root mean square
+    # differs from it by less than the tolerances that matter.
+    norm = math.sqrt(total / 2)
+    worst = 0.0
+    for mean_norm, difference, size in terms:
+        if difference > 0:
+            worst = max(worst, difference / (mean_norm + norm * math.sqrt(size / elements)))
+    return worst
+
+
+def _squares(a: Array, b: Array) -> tuple[float, float, float]:
+    """Sums of squares of a, b and a - b, in float64."""
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    sums = [0.0, 0.0, 0.0]
+    for start in range(0, flat_a.size, _CHUNK):
+        piece_a = flat_a[start : start + _CHUNK].astype(np.float64)
+        piece_b = flat_b[start : start + _CHUNK].astype(np.float64)
+        difference = piece_a - piece_b
+        for index, piece in enumerate((piece_a, piece_b, difference)):
+            sums[index] += float(piece @ piece)
+    return sums[0], sums[1], sums[2]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One readable copy: result id, and who made it. Copies with the same voter are one vote."""
+
+    identifier: int
+    voter: Hashable
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """canonical: result id, or None while undecided; valid and invalid: result ids judged with it.
+
+    `distances` of the pairs (for logs and drift statistics), keyed by (smaller id, larger id).
+    """
+
+    canonical: int | None
+    valid: frozenset[int]
+    invalid: frozenset[int]
+    distances: Mapping[tuple[int, int], float]
+
+
+def judge(copies: Sequence[Copy], distances: Mapping[tuple[int, int], float], tolerance: float, votes: int) -> Verdict:
+    """Find the largest agreeing group with at least `votes` different voters, and its medoid.
+
+    Undecided if no group has the votes, or if another group without common members has as many voters (two
+    camps of equal strength: more copies must tell). With a canonical result, every copy within `tolerance` of
+    it is valid and every other invalid.
+    """
+    ids = sorted(copy.identifier for copy in copies)
+    voters = {copy.identifier: copy.voter for copy in copies}
+
+    def apart(i: int, j: int) -> float:
+        return 0.0 if i == j else distances[min(i, j), max(i, j)]
+
+    def strength(group: Sequence[int]) -> int:
+        return len({voters[i] for i in group})
+
+    groups = _cliques(ids, lambda i, j: apart(i, j) <= tolerance)
+    undecided = Verdict(None, frozenset(), frozenset(), distances)
+    if not groups:
+        return undecided
+    ranked = sorted(groups, key=lambda g: (-strength(g), -len(g), sum(apart(i, j) for i in g for j in g), g))
+    best = ranked[0]
+    rivals = [g for g in ranked[1:] if not set(g) & set(best)]
+    if strength(best) < votes or any(strength(g) >= strength(best) for g in rivals):
+        return undecided
+    canonical = min(best, key=lambda i: (sum(apart(i, j) for j in best), i))
+    valid = frozenset(i for i in ids if apart(canonical, i) <= tolerance)
+    return Verdict(canonical, valid, frozenset(ids) - valid, distances)
+
+
+def _cliques(ids: Sequence[int], agree: Any) -> list[tuple[int, ...]]:
+    """All maximal groups in which every pair agrees. A workunit has a dozen copies at most."""
+    found: list[tuple[int, ...]] = []
+    for size in range(len(ids), 0, -1):
+        for group in itertools.combinations(ids, size):
+            if any(set(group) <= set(larger) for larger in found):
+                continue
+            if all(agree(i, j) for i, j in itertools.combinations(group, 2)):
+                found.append(group)
+    return found
+
+
+def pair_distances(updates: Mapping[int, Mapping[str, Array]]) -> dict[tuple[int, int], float]:
+    """Distance of every pair, keyed by (smaller id, larger id)."""
+    return {(i, j): distance(updates[i], updates[j]) for i, j in itertools.combinations(sorted(updates), 2)}
