@@ -73,7 +73,12 @@ class Options:
 
 
 def parse_options(
-    arguments: Sequence[str], *, program: str, about: str, default_sleep: float, own: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    program: str,
+    about: str,
+    default_sleep: float,
+    own: Mapping[str, str] | None = None,
 ) -> Options:
     """Read BOINC-style options. `own` maps the program's further value options to their help text.
 

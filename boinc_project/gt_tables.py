@@ -22,7 +22,7 @@ gt_metadata = sa.MetaData()
 
 _Long = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _Document = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-_Double = sa.Double()
+_Double: sa.Double[float] = sa.Double()
 
 
 class JobState(StrEnum):
@@ -150,7 +150,9 @@ gt_file = sa.Table(
     gt_metadata,
     sa.Column("name", sa.String(191), primary_key=True),
     sa.Column("job_id", _Long, nullable=False),
-    sa.Column("kind", sa.String(16), nullable=False),  # graph, optimizer, evaluation, constants, shard, state, microtask
+    sa.Column(
+        "kind", sa.String(16), nullable=False
+    ),  # graph, optimizer, evaluation, constants, shard, state, microtask
     sa.Column("version", _Long, nullable=True),  # of the model, for state and microtask files
     sa.Column("sha256", sa.String(64), nullable=False),
     sa.Column("bytes", _Long, nullable=False),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,21 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-REFERENCE = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
-
-
-class JobError(ValueError):
-    """The admin's job.toml, Python files or data are wrong; the message is one sentence with the remedy."""
-
-
-def reference_file(folder: Path, reference: str) -> Path:
-    """The file that `module:function` names; raises JobError for a malformed reference."""
-    match = REFERENCE.fullmatch(reference)
-    if match is None:
-        raise JobError(
-            f'"{reference}" is not of the form "module:function"; write for example "digits:model"'
-        )
-    return folder.joinpath(*match["module"].split(".")).with_suffix(".py")
+from boinc_project.job_config import JobError, one_line, reference_file
 
 
 def load_reference(folder: Path, reference: str) -> Callable[..., Any]:
@@ -47,9 +32,7 @@ def load_reference(folder: Path, reference: str) -> Callable[..., Any]:
     module = _load_module(folder.resolve(), path.resolve())
     found = getattr(module, function, None)
     if found is None:
-        offered = ", ".join(
-            sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        )
+        offered = ", ".join(sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")))
         raise JobError(
             f'{path} has no function "{function}" (it has: {offered or "none"}); define it or correct "{reference}"'
         )
@@ -71,12 +54,6 @@ def blame(folder: Path, error: BaseException) -> str:
 def is_inside(folder: Path, filename: str) -> bool:
     """Whether a frame's file lies in the job's folder."""
     return Path(filename).resolve().is_relative_to(folder.resolve())
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as `TypeName: first line of its text`, short enough for one sentence."""
-    text = " ".join(str(error).strip().split("\n")[0].split())
-    return f"{type(error).__name__}: {text}"[:limit].rstrip(": ")
 
 
 @contextmanager

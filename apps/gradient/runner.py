@@ -14,10 +14,9 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +63,7 @@ class Loaded:
     microtask: Microtask
     digest: str
     gradient: Graph
-    optimizer: Optional[Graph]
+    optimizer: Graph | None
     state: Mapping[str, Array]
     constants: Mapping[str, Array]
     shards: list[Mapping[str, Array]]
@@ -79,7 +78,7 @@ class Loaded:
         return graphs + 2 * state + data + 3 * update
 
 
-def load(resolve: Callable[[str], Path], memory_limit: Optional[float] = None) -> Loaded:
+def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> Loaded:
     """Read a microtask and its files.
 
     `memory_limit` is in bytes. Raises ContractError (a file is not what the microtask names, or breaks
@@ -119,9 +118,7 @@ def load(resolve: Callable[[str], Path], memory_limit: Optional[float] = None) -
     types = update_types(gradient, microtask.mode, microtask.steps)
     loaded = Loaded(microtask, microtask.digest(), gradient, optimizer, state, constants, shards, types)
     if memory_limit and loaded.memory_estimate() > memory_limit:
-        raise UnfitHost(
-            f"this task needs {loaded.memory_estimate()} bytes of memory; it may use {memory_limit:.0f}"
-        )
+        raise UnfitHost(f"this task needs {loaded.memory_estimate()} bytes of memory; it may use {memory_limit:.0f}")
     return loaded
 
 
@@ -198,7 +195,7 @@ class Run:
     mode `sums` accumulates gradient/*. `metrics` has one float per step and metric.
     """
 
-    def __init__(self, loaded: Loaded, backend: Backend, timings: Optional[Timings] = None) -> None:
+    def __init__(self, loaded: Loaded, backend: Backend, timings: Timings | None = None) -> None:
         self.loaded = loaded
         self.backend = backend
         self.timings = timings or Timings()
@@ -222,7 +219,7 @@ class Run:
     def done(self) -> bool:
         return self.step_number >= self.loaded.microtask.steps
 
-    def step(self, check: Optional[Callable[[], None]] = None) -> None:
+    def step(self, check: Callable[[], None] | None = None) -> None:
         """Take the next step. Raises NotFinite if its loss is NaN or infinite."""
         start = time.monotonic()
         microtask = self.loaded.microtask
@@ -275,9 +272,7 @@ class Run:
                 made = self.backend.ops["add"]([self._sums[output.name], made], {}, (kind,))[0]
             self._sums[output.name] = made
 
-    def _local_step(
-        self, outputs: Mapping[str, Any], index: int, check: Optional[Callable[[], None]]
-    ) -> None:
+    def _local_step(self, outputs: Mapping[str, Any], index: int, check: Callable[[], None] | None) -> None:
         assert self._optimizer is not None and self.loaded.optimizer is not None
         rate = self.loaded.microtask.learning_rates[index]
         inputs = {**self._values, **{k: v for k, v in outputs.items() if k.startswith("gradient/")}}
@@ -351,5 +346,3 @@ class Run:
 def _wanted(values: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     """Those of the values that the graph takes."""
     return {each.name: values[each.name] for each in graph.inputs}
-
-

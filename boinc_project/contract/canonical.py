@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Any
 
 import zstandard
 
@@ -73,9 +73,7 @@ def compress(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True, write_content_size=True).compress(data)
 
 
-def decompress(
-    data: bytes, max_bytes: int, what: str, fault_type: type[ContractError] = ContractError
-) -> bytes:
+def decompress(data: bytes, max_bytes: int, what: str, fault_type: type[ContractError] = ContractError) -> bytes:
     """Expand one zstd frame; more than `max_bytes`, a lying size or trailing bytes are refused.
 
     The declared size is checked before anything is allocated, so a small bomb costs nothing.
@@ -167,7 +165,7 @@ class Taker:
             raise self._wrong(name, "a list of numbers")
         return tuple(float(each) for each in value)
 
-    def optional_integers(self, name: str) -> tuple[Optional[int], ...]:
+    def optional_integers(self, name: str) -> tuple[int | None, ...]:
         value = self._list(name, 1 << 20)
         if not all(each is None or (type(each) is int and 0 <= each < 2**40) for each in value):
             raise self._wrong(name, "a list of value numbers or null")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from boinc_project.contract import canonical
 from boinc_project.contract.errors import ContractError
@@ -69,7 +69,7 @@ class Node:
     """One operator: values in, attributes, types of the values out, and the model's line it came from."""
 
     op: str
-    inputs: tuple[Optional[int], ...]
+    inputs: tuple[int | None, ...]
     attrs: Mapping[str, Any]
     outputs: tuple[TensorType, ...]
     where: str = ""
@@ -225,7 +225,11 @@ class GraphBuilder:
         return len(self._types) - 1
 
     def node(
-        self, op: str, inputs: Sequence[Optional[int]], attrs: Optional[Mapping[str, Any]] = None, where: str = ""
+        self,
+        op: str,
+        inputs: Sequence[int | None],
+        attrs: Mapping[str, Any] | None = None,
+        where: str = "",
     ) -> tuple[int, ...]:
         """Append an operator and return the value numbers of its outputs."""
         attributes = dict(attrs or {})
@@ -252,7 +256,8 @@ def check(graph: Graph) -> None:
     """Raise GraphError unless the graph is well-formed: names, kinds, order of values, types, sizes."""
     if graph.opset != OPSET_VERSION:
         raise GraphError(
-            f"graph is written in opset {graph.opset}; this program knows opset {OPSET_VERSION}", fault="opset"
+            f"graph is written in opset {graph.opset}; this program knows opset {OPSET_VERSION}",
+            fault="opset",
         )
     if len(graph.nodes) > MAX_NODES:
         raise GraphError(f"graph has {len(graph.nodes)} nodes, more than {MAX_NODES}", fault="too_large")

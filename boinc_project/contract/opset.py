@@ -322,9 +322,7 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     for shape in shapes:
         for axis, size in enumerate(shape, rank - len(shape)):
             if size != 1:
-                _need(
-                    common[axis] in (1, size), f"shapes {' and '.join(map(_show, shapes))} do not broadcast"
-                )
+                _need(common[axis] in (1, size), f"shapes {' and '.join(map(_show, shapes))} do not broadcast")
                 common[axis] = size
     return tuple(common)
 
@@ -440,9 +438,7 @@ def _scatter(inputs: Inputs, attrs: Attributes) -> Outputs:
     x, index, src = (_given(inputs, i) for i in range(3))
     _need_index(x, index, attrs["dim"])
     _need(
-        src.dtype == x.dtype
-        and len(src.shape) == len(x.shape)
-        and all(i <= s for i, s in zip(index.shape, src.shape)),
+        src.dtype == x.dtype and len(src.shape) == len(x.shape) and all(i <= s for i, s in zip(index.shape, src.shape)),
         f"src must be {x.dtype} and at least as large as index, not {src}",
     )
     return (x,)
@@ -500,9 +496,7 @@ def _embedding_dense_backward(inputs: Inputs, attrs: Attributes) -> Outputs:
     grad, indices = _given(inputs, 0), _given(inputs, 1)
     _need_dtype(grad, _FLOATS, "grad")
     _need_dtype(indices, _INDEX, "indices")
-    _need(
-        len(grad.shape) == len(indices.shape) + 1 and grad.shape[:-1] == indices.shape, "grad fits no indices"
-    )
+    _need(len(grad.shape) == len(indices.shape) + 1 and grad.shape[:-1] == indices.shape, "grad fits no indices")
     return (TensorType(grad.dtype, (attrs["num_weights"], grad.shape[-1])),)
 
 
@@ -674,16 +668,12 @@ def convolution_output(x: TensorType, w: TensorType, attrs: Attributes) -> Tenso
     _need_dtype(x, _FLOATS, "x")
     _need_dtype(w, _FLOATS, "w")
     axes, groups, transposed = len(x.shape) - 2, attrs["groups"], attrs["transposed"]
-    _need(
-        1 <= axes <= 3 and len(w.shape) == axes + 2, "x and w must both be [.,.,*] with 1 to 3 spatial axes"
-    )
+    _need(1 <= axes <= 3 and len(w.shape) == axes + 2, "x and w must both be [.,.,*] with 1 to 3 spatial axes")
     for what in ("stride", "padding", "dilation", "output_padding"):
         _need(len(attrs[what]) == axes, f"attribute {what} must have {axes} entries")
     _need(min(attrs["stride"]) >= 1 and min(attrs["dilation"]) >= 1, "stride and dilation must be positive")
     _need(all(w.shape), "w must not be empty")
-    _need(
-        x.shape[1] % groups == 0 and w.shape[0] % groups == 0, f"channels do not divide into {groups} groups"
-    )
+    _need(x.shape[1] % groups == 0 and w.shape[0] % groups == 0, f"channels do not divide into {groups} groups")
     channels = w.shape[0] if transposed else w.shape[1] * groups
     _need(x.shape[1] == channels, f"x has {x.shape[1]} channels, w wants {channels}")
     spatial = []
@@ -734,9 +724,7 @@ def pool2d_output(x: TensorType, attrs: Attributes) -> tuple[int, ...]:
     dilations = attrs.get("dilation", (1, 1))
     for what in ("kernel_size", "stride", "padding", "dilation"):
         _need(len(attrs.get(what, dilations)) == 2, f"attribute {what} must have two entries")
-    _need(
-        min(*attrs["kernel_size"], *attrs["stride"], *dilations) >= 1, "kernel, stride, dilation start at 1"
-    )
+    _need(min(*attrs["kernel_size"], *attrs["stride"], *dilations) >= 1, "kernel, stride, dilation start at 1")
     spatial = []
     for size, kernel, stride, padding, dilation in zip(
         x.shape[2:], attrs["kernel_size"], attrs["stride"], attrs["padding"], dilations
@@ -798,9 +786,7 @@ def _native_layer_norm(inputs: Inputs, attrs: Attributes) -> Outputs:
 def _native_layer_norm_backward(inputs: Inputs, attrs: Attributes) -> Outputs:
     x = _given(inputs, 1)
     statistics, weight = _layer_norm_types(x, attrs)
-    _need_types(
-        inputs, ("grad", x), None, ("mean", statistics), ("rstd", statistics), ("w", weight), ("b", weight)
-    )
+    _need_types(inputs, ("grad", x), None, ("mean", statistics), ("rstd", statistics), ("w", weight), ("b", weight))
     return _masked((x, weight, weight), attrs)
 
 
@@ -838,9 +824,7 @@ def _batch_norm_type(x: TensorType, attrs: Attributes) -> TensorType:
 def _native_batch_norm(inputs: Inputs, attrs: Attributes) -> Outputs:
     x = _given(inputs, 0)
     channel = _batch_norm_type(x, attrs)
-    _need_types(
-        inputs, None, ("w", channel), ("b", channel), ("running_mean", channel), ("running_var", channel)
-    )
+    _need_types(inputs, None, ("w", channel), ("b", channel), ("running_mean", channel), ("running_var", channel))
     return x, channel, channel, channel, channel
 
 
@@ -874,9 +858,7 @@ def _softmax_backward(inputs: Inputs, attrs: Attributes) -> Outputs:
     return _pairwise(inputs, attrs)
 
 
-def _nll_loss_types(
-    x: TensorType, target: TensorType, weight: TensorType | None, attrs: Attributes
-) -> TensorType:
+def _nll_loss_types(x: TensorType, target: TensorType, weight: TensorType | None, attrs: Attributes) -> TensorType:
     """Type of the loss; x is [C], [N,C] or [N,C,*], target is x without C."""
     _need_dtype(x, _FLOATS, "x")
     _need(len(x.shape) >= 1, "x must be [C], [N,C] or [N,C,*]")
@@ -1135,9 +1117,7 @@ def _table() -> dict[str, OpSpec]:
     for signature, rule, cost in _ROWS:
         spec = _parse(signature, rule, cost)
         assert spec.name not in table, f"{spec.name} is listed twice"
-        assert set(spec.attributes) <= set(_ATTRIBUTE_KINDS), (
-            f"{spec.name} has an attribute of no stated kind"
-        )
+        assert set(spec.attributes) <= set(_ATTRIBUTE_KINDS), f"{spec.name} has an attribute of no stated kind"
         table[spec.name] = spec
     return table
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ class TensorFile:
     metadata: Mapping[str, Any]
 
 
-def to_bytes(tensors: Mapping[str, Array], metadata: Optional[Mapping[str, Any]] = None) -> bytes:
+def to_bytes(tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = None) -> bytes:
     """The file's bytes: the same tensors and metadata give the same bytes."""
     arrays = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
     text = canonical.dumps(dict(metadata or {})).decode("ascii")
@@ -61,8 +61,8 @@ def to_bytes(tensors: Mapping[str, Array], metadata: Optional[Mapping[str, Any]]
 
 
 def from_bytes(
-    data: Union[bytes, memoryview],
-    expected: Optional[Mapping[str, TensorType]] = None,
+    data: bytes | memoryview,
+    expected: Mapping[str, TensorType] | None = None,
     what: str = "tensor file",
     fault_type: type[ContractError] = TensorFileError,
 ) -> TensorFile:
@@ -117,7 +117,7 @@ def from_bytes(
     return TensorFile(tensors, _metadata(text, what, fault_type))
 
 
-def write(path: Path, tensors: Mapping[str, Array], metadata: Optional[Mapping[str, Any]] = None) -> str:
+def write(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = None) -> str:
     """Write a file so that it is whole or absent (temporary name, fsync, rename); returns its SHA-256."""
     data = to_bytes(tensors, metadata)
     write_bytes(path, data)
@@ -151,8 +151,8 @@ def sync_folder(folder: Path) -> None:
 
 def read(
     path: Path,
-    expected: Optional[Mapping[str, TensorType]] = None,
-    max_bytes: Optional[int] = None,
+    expected: Mapping[str, TensorType] | None = None,
+    max_bytes: int | None = None,
     fault_type: type[ContractError] = TensorFileError,
 ) -> TensorFile:
     """Read a file from disk; `max_bytes` is checked before it is opened for reading."""

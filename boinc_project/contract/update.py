@@ -45,9 +45,7 @@ def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
     for output in graph.outputs:
         if output.kind == "metric":
             found[output.name] = TensorType("float32", (steps,))
-        elif output.kind == "buffer" and mode != "evaluation":
-            found[output.name] = types[output.name]
-        elif output.kind == "gradient" and mode == "gradient":
+        elif (output.kind == "buffer" and mode != "evaluation") or (output.kind == "gradient" and mode == "gradient"):
             found[output.name] = types[output.name]
         elif output.kind == "gradient" and mode == "local-steps":
             found["delta/" + output.name[len("gradient/") :]] = types[output.name]
