@@ -1,1 +1,1 @@
-"""The embedded BOINC-compatible server: pure decisions and a thin HTTP rim."""
+"""The embedded BOINC-compatible server: pure decisions and a thin HTTP rim around them."""
