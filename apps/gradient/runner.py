@@ -1,8 +1,8 @@
 """Runs one microtask: read and check its files, take its steps, write the update.
 
 Bird's eye view, in call order: `load` -> `Run.restore` -> `Run.step` (once per batch) -> `Run.update`.
-What it is not: it knows nothing about BOINC beyond the small `Host` interface (where files are, when to
-stop, when to checkpoint), and nothing about how an operator computes (backends).
+What it is not: it knows nothing about BOINC (__main__.py does) and nothing about how an operator computes
+(backends/).
 
 A volunteer's computer trusts nobody here: over plain HTTP a forged reply can name any files, so sizes,
 digests, shapes, and memory are checked before anything is allocated.
@@ -14,13 +14,14 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Protocol
+from typing import Any, Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from apps.gradient.checkpoint import Checkpoint
 from apps.gradient.executor import Backend, Executor
 from boinc_project.contract import tensorfile
 from boinc_project.contract.errors import ContractError, UnfitHost
@@ -44,16 +45,6 @@ Array = npt.NDArray[Any]
 
 class NotFinite(ContractError):
     """The loss became NaN or infinite; no update is written."""
-
-
-class Host(Protocol):
-    """What the runner needs from whoever runs it (the BOINC client, a test, the server's own check)."""
-
-    def resolve(self, name: str) -> Path: ...
-
-    def check(self) -> None: ...
-
-    def fraction_done(self, fraction: float) -> None: ...
 
 
 @dataclass
@@ -180,14 +171,6 @@ class Timings:
     encode: float = 0.0
 
 
-@dataclass
-class Progress:
-    """What a checkpoint holds: everything that the remaining steps need, as numpy arrays."""
-
-    step: int
-    tensors: dict[str, Array] = field(default_factory=dict)
-
-
 class Run:
     """The state of a microtask between steps.
 
@@ -282,16 +265,16 @@ class Run:
         stepped = self._optimizer.run(_wanted(inputs, self.loaded.optimizer), check)
         self._values.update(stepped)
 
-    def progress(self) -> Progress:
-        """All that a checkpoint must hold, as arrays."""
+    def progress(self) -> Checkpoint:
+        """All that the remaining steps need, as arrays of its own (not views of values that may change)."""
         tensors = {f"value/{name}": self.backend.to_numpy(value) for name, value in self._values.items()}
         if self.loaded.microtask.mode == "gradient":  # parameters do not move: only buffers and sums do
             tensors = {n: a for n, a in tensors.items() if n.startswith("value/buffer/")}
         tensors.update({f"sum/{name}": self.backend.to_numpy(value) for name, value in self._sums.items()})
         tensors.update({name: np.array(values, np.float64).view(np.int64) for name, values in self._metrics.items()})
-        return Progress(self.step_number, {n: np.array(a) for n, a in tensors.items()})
+        return Checkpoint(self.step_number, {n: np.array(a) for n, a in tensors.items()})
 
-    def restore(self, progress: Progress) -> None:
+    def restore(self, progress: Checkpoint) -> None:
         """Continue after `progress.step` steps. Raises ContractError if the checkpoint does not fit."""
         values = dict(self._values)
         types = self.loaded.gradient.output_types()

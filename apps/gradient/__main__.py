@@ -1,0 +1,198 @@
+"""The `gradient` application: what BOINC's client starts on a volunteer's computer.
+
+    main -> boinc_api.run -> compute: load the microtask -> steps, with checkpoints -> write the update
+
+Options come from the application version or the workunit: `--backend NAME` (numpy, torch, opencl),
+`--nthreads N`. No option is a path. Without init_data.xml the program runs standalone in the current
+directory, as tests and the server's own checks do.
+
+This module imports neither numpy nor torch at its top: the number of threads must stand in the environment
+before a BLAS library is loaded, and the computing process is forked before that.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from apps.gradient import boinc_api
+from apps.gradient.boinc_api import Boinc
+
+if TYPE_CHECKING:
+    from apps.gradient.checkpoint import CheckpointStore
+    from apps.gradient.runner import Run
+
+BACKENDS = ("numpy", "torch", "opencl")
+
+# Our own exit codes (BOINC leaves 1-127 to applications); docs/volunteer.md lists them.
+EXIT_BAD_INPUT = 10  # an input file is not what the microtask names, or breaks the contract
+EXIT_UNFIT_HOST = 11  # this computer cannot do this task; another one can
+EXIT_NOT_FINITE = 12  # the loss became NaN or infinite
+EXIT_COMPUTE = 13  # an operator failed
+EXIT_USAGE = 14  # unknown option
+
+# Environment variables that BLAS and OpenMP libraries read once, when they are loaded.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def main() -> None:
+    """Entry of the packaged application."""
+    boinc_api.run(compute)
+
+
+def options(arguments: list[str]) -> dict[str, str]:
+    """`--backend X --nthreads N` as a dictionary; ValueError for anything else."""
+    found: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        name = rest.pop(0)
+        if name not in ("--backend", "--nthreads") or not rest:
+            raise ValueError(f"unknown or incomplete option {name!r}; known are --backend NAME and --nthreads N")
+        found[name[2:]] = rest.pop(0)
+    if found.get("backend", "numpy") not in BACKENDS:
+        raise ValueError(f"unknown backend {found['backend']!r}; known are {', '.join(BACKENDS)}")
+    if not found.get("nthreads", "1").isdigit() or int(found.get("nthreads", "1")) < 1:
+        raise ValueError(f"--nthreads needs a positive number, not {found['nthreads']!r}")
+    return found
+
+
+def compute(boinc: Boinc) -> int:
+    """Do the whole task; returns the exit status."""
+    try:
+        chosen = options(sys.argv[1:])
+    except ValueError as error:
+        boinc.finish(EXIT_USAGE, str(error))
+    threads = int(chosen.get("nthreads", boinc.threads))
+    for variable in THREAD_VARIABLES:
+        os.environ[variable] = str(threads)
+
+    from apps.gradient.executor import ExecutionError
+    from apps.gradient.runner import NotFinite
+    from boinc_project.contract.errors import ContractError, UnfitHost
+
+    try:
+        return _compute(boinc, chosen.get("backend", "numpy"), threads)
+    except NotFinite as error:
+        boinc.finish(EXIT_NOT_FINITE, f"the loss is not a number: {error}")
+    except (UnfitHost, MemoryError) as error:
+        boinc.finish(EXIT_UNFIT_HOST, f"this computer cannot do this task: {error or 'out of memory'}")
+    except ExecutionError as error:
+        boinc.finish(EXIT_COMPUTE, f"computing failed: {error}")
+    except ContractError as error:
+        boinc.finish(EXIT_BAD_INPUT, f"the task's files are wrong: {error}")
+
+
+def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
+    from apps.gradient import runner
+    from apps.gradient.backends import open_backend
+    from apps.gradient.checkpoint import CheckpointStore
+    from boinc_project.contract.microtask import UPDATE_FILE
+    from boinc_project.contract.update import write_update
+
+    timings = runner.Timings()
+    start = time.monotonic()
+    loaded = runner.load(lambda name: Path(boinc.resolve(name)), memory_limit(boinc.init.rsc_memory_bound))
+    timings.load = time.monotonic() - start
+    output = Path(boinc.resolve(UPDATE_FILE))
+    binding = {
+        "workunit": boinc.init.wu_name,
+        "result": boinc.init.result_name,
+        "microtask": loaded.digest,
+    }
+    store = CheckpointStore(binding, boinc.log)
+    if store.outputs_complete({UPDATE_FILE: output}):
+        boinc.log("the update was written before; nothing is left to do")
+        return 0
+    backend = open_backend(backend_name, threads)
+    run = runner.Run(loaded, backend, timings)
+    _restore(boinc, store, run)
+    boinc.log(
+        f"{loaded.microtask.job}: version {loaded.microtask.base_version}, slot {loaded.microtask.slot},"
+        f" {loaded.microtask.steps} steps from {run.step_number}, backend {backend_name}, {threads} threads"
+    )
+    while not run.done:
+        boinc.check()
+        run.step(boinc.check)
+        boinc.fraction_done(0.99 * run.step_number / loaded.microtask.steps)
+        if not run.done and boinc.time_to_checkpoint():
+            with boinc.critical_section():
+                if store.save(run.progress()):
+                    boinc.checkpoint_completed()
+    start = time.monotonic()
+    tensors = run.update()
+    timings.encode = time.monotonic() - start
+    metadata = describe(boinc, run, backend, threads)
+    data = write_update(tensors, loaded.types, metadata, loaded.microtask.codec)
+    with boinc.critical_section():
+        with open(output, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        store.outputs_written({UPDATE_FILE: output})
+    boinc.fraction_done(1.0)
+    return 0
+
+
+def _restore(boinc: Boinc, store: CheckpointStore, run: Run) -> None:
+    """Continue from the slot's checkpoint if there is a good one."""
+    from boinc_project.contract.errors import ContractError
+
+    checkpoint = store.load()
+    if checkpoint is None:
+        return
+    try:
+        run.restore(checkpoint)
+    except ContractError as error:
+        boinc.log(f"the checkpoint is not used: {error}")
+        return
+    boinc.log(f"continuing after step {run.step_number}")
+
+
+def describe(boinc: Boinc, run: Run, backend: Any, threads: int) -> dict[str, Any]:
+    """The update's metadata: what was done, by what, how long it took. Nothing here is secret or trusted."""
+    microtask = run.loaded.microtask
+    timings = run.timings
+    return {
+        "workunit": boinc.init.wu_name[:200],
+        "microtask": run.loaded.digest,
+        "base_version": microtask.base_version,
+        "steps": run.step_number,
+        "losses": [float(f"{loss:.6g}") for loss in run.losses()[-100:]],
+        "backend": backend.name,
+        "device": str(getattr(backend, "device", "cpu"))[:200],
+        "driver": str(getattr(backend, "driver", ""))[:200],
+        "platform": platform.platform()[:200],
+        "threads": threads,
+        "precision": {"tf32": False, "fast_math": False, "reduced_precision": False},
+        "seconds": {
+            "load": round(timings.load, 3),
+            "compile": round(timings.compile, 3),
+            "compute": round(timings.compute, 3),
+            "encode": round(timings.encode, 3),
+        },
+        "peak_memory": peak_memory(),
+    }
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, bytes (0 where it cannot be known)."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(used) * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_limit(bound: float) -> float:
+    """Bytes this task may use: the workunit's bound, and never more than 90 % of the computer's memory."""
+    try:
+        physical = 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        physical = 0.9 * (4 << 30)
+    return min(physical, bound) if bound > 0 else physical
+
+
+if __name__ == "__main__":
+    main()
