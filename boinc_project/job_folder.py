@@ -1,0 +1,222 @@
+"""A job's files on the server: PROJECT/gt_jobs/NAME, written only by our daemons and commands.
+
+    job.json                      the settings, as stored in gt_job.config
+    graphs/                       gradient, optimizer and evaluation graphs
+    constants.safetensors         constants of the graphs, if any
+    shards/                       data shards, train_K and test_K
+    versions/                     state and optimizer state of the model versions that are kept
+    payloads/                     validated updates that are not yet part of a kept version
+
+Everything here appears by rename after fsync and carries its digest in its name or in the database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from boinc_project.contract import canonical, tensorfile
+from boinc_project.contract.canonical import Taker
+from boinc_project.contract.errors import ContractError
+from boinc_project.contract.graph import Graph
+
+Array = npt.NDArray[Any]
+JOBS_DIRECTORY = "gt_jobs"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A file that clients download, by its physical name; SHA-256, MD5 (BOINC wants it) and size in bytes."""
+
+    name: str
+    sha256: str
+    md5: str
+    size: int
+
+    def to_document(self) -> dict[str, Any]:
+        return {"name": self.name, "sha256": self.sha256, "md5": self.md5, "size": self.size}
+
+    @staticmethod
+    def from_document(take: Taker) -> Published:
+        return Published(take.text("name", 191), take.text("sha256", 64), take.text("md5", 32), take.integer("size", 0))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A published data shard and its number of rows."""
+
+    file: Published
+    rows: int
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What export and publishing found out about a job, kept in gt_job.facts.
+
+    step_flops        floating-point operations of one step (gradient, plus optimizer in local-steps mode)
+    memory_bytes      upper estimate of what one microtask takes in the application
+    max_update_bytes  no honest update is larger
+    full_batches      the loss is a scalar mean, so only full batches may be issued
+    output_template   path of the output template, relative to the project directory
+    """
+
+    graph: Published
+    optimizer: Published | None
+    evaluation: Published
+    constants: Published | None
+    train: tuple[Shard, ...]
+    test: tuple[Shard, ...]
+    step_flops: int
+    memory_bytes: int
+    max_update_bytes: int
+    full_batches: bool
+    output_template: str
+
+    def to_json(self) -> str:
+        def optional(file: Published | None) -> Any:
+            return None if file is None else file.to_document()
+
+        def shards(files: tuple[Shard, ...]) -> Any:
+            return [{"file": shard.file.to_document(), "rows": shard.rows} for shard in files]
+
+        return canonical.dumps(
+            {
+                "graph": self.graph.to_document(),
+                "optimizer": optional(self.optimizer),
+                "evaluation": self.evaluation.to_document(),
+                "constants": optional(self.constants),
+                "train": shards(self.train),
+                "test": shards(self.test),
+                "step_flops": self.step_flops,
+                "memory_bytes": self.memory_bytes,
+                "max_update_bytes": self.max_update_bytes,
+                "full_batches": self.full_batches,
+                "output_template": self.output_template,
+            }
+        ).decode("ascii")
+
+    @staticmethod
+    def from_json(text: str) -> JobFacts:
+        take = Taker(canonical.loads(text.encode(), "job facts"), "job facts", ContractError)
+
+        def optional(name: str) -> Published | None:
+            return None if take.value(name) is None else Published.from_document(take.object(name))
+
+        def shards(name: str) -> tuple[Shard, ...]:
+            return tuple(
+                Shard(Published.from_document(item.object("file")), item.integer("rows", 1))
+                for item in take.items(name, 100_000)
+            )
+
+        return JobFacts(
+            graph=Published.from_document(take.object("graph")),
+            optimizer=optional("optimizer"),
+            evaluation=Published.from_document(take.object("evaluation")),
+            constants=optional("constants"),
+            train=shards("train"),
+            test=shards("test"),
+            step_flops=take.integer("step_flops", 0),
+            memory_bytes=take.integer("memory_bytes", 0),
+            max_update_bytes=take.integer("max_update_bytes", 0),
+            full_batches=take.boolean("full_batches"),
+            output_template=take.text("output_template", 63),
+        )
+
+
+class JobFolder:
+    """Paths and contents of one job's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def gradient_graph_path(self) -> Path:
+        return self.path / "graphs" / "gradient.json.zst"
+
+    @property
+    def optimizer_graph_path(self) -> Path:
+        return self.path / "graphs" / "optimizer.json.zst"
+
+    @property
+    def evaluation_graph_path(self) -> Path:
+        return self.path / "graphs" / "evaluation.json.zst"
+
+    @property
+    def constants_path(self) -> Path:
+        return self.path / "constants.safetensors"
+
+    def shard_path(self, split: str, number: int) -> Path:
+        return self.path / "shards" / f"{split}_{number}.safetensors"
+
+    def payload_path(self, workunit_name: str, sha256: str) -> Path:
+        """Where intake keeps a validated update until it is part of a version."""
+        return self.path / "payloads" / f"{workunit_name}.{sha256[:16]}.update"
+
+    def state_path(self, version: int, sha256: str) -> Path:
+        """The state (parameters and buffers) of a model version."""
+        return self.path / "versions" / f"state_{version:06d}_{sha256[:16]}.safetensors"
+
+    def optimizer_path(self, version: int, sha256: str) -> Path:
+        """The server's optimizer state after that version."""
+        return self.path / "versions" / f"optimizer_{version:06d}_{sha256[:16]}.safetensors"
+
+    def create(self) -> None:
+        for name in ("graphs", "shards", "versions", "payloads"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def gradient_graph(self) -> Graph:
+        return Graph.from_bytes(self.gradient_graph_path.read_bytes())
+
+    def write_version(
+        self, version: int, state: Mapping[str, Array], optimizer: Mapping[str, Array]
+    ) -> tuple[Path, str, str]:
+        """Write a version's files; returns (path of the state, its SHA-256, the optimizer state's SHA-256 or '').
+
+        Names carry the digests, so writing the same version again after a crash changes nothing.
+        """
+        data = state_bytes(state)
+        digest = sha256(data)
+        path = self.state_path(version, digest)
+        optimizer_digest = ""
+        if optimizer:
+            optimizer_data = tensorfile.to_bytes(optimizer)
+            optimizer_digest = sha256(optimizer_data)
+            _write_once(self.optimizer_path(version, optimizer_digest), optimizer_data)
+        _write_once(path, data)
+        return path, digest, optimizer_digest
+
+    def read_state(self, version: int, digest: str) -> dict[str, Array]:
+        """parameter/* and buffer/* of a version; raises ContractError if the file is not the recorded one."""
+        return _read_checked(self.state_path(version, digest), digest)
+
+    def read_optimizer(self, version: int, digest: str) -> dict[str, Array]:
+        """The optimizer state kept with a version ({} if it has none)."""
+        return _read_checked(self.optimizer_path(version, digest), digest) if digest else {}
+
+
+def state_bytes(state: Mapping[str, Array]) -> bytes:
+    """The one file form of a state: a version *is* these bytes, so it is identified by their SHA-256."""
+    return tensorfile.to_bytes(state, {"format": "boinc-train-state"})
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    if not (path.exists() and path.read_bytes() == data):
+        tensorfile.write_bytes(path, data)
+
+
+def _read_checked(path: Path, digest: str) -> dict[str, Array]:
+    data = path.read_bytes()
+    if sha256(data) != digest:
+        raise ContractError(f"{path} is damaged: its SHA-256 is not the recorded one", fault="digest")
+    return dict(tensorfile.from_bytes(data, None, path.name).tensors)

@@ -1,0 +1,363 @@
+"""The queries that our daemons and commands make: BOINC's rows and ours, on SQLite or MariaDB alike.
+
+What it is: the only module that writes SQL for the daemons. Every write is conditional on what was read or
+lies in a transaction that re-checks it. What it is not: a decision about anything.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from boinc_project.database import Database, app, app_version, result, workunit
+from boinc_project.gt_tables import (
+    Disposition,
+    FileState,
+    JobState,
+    MicrotaskState,
+    gt_file,
+    gt_heartbeat,
+    gt_job,
+    gt_ledger,
+    gt_metadata,
+    gt_microtask,
+    gt_round,
+    gt_version,
+)
+from boinc_project.job_config import JobConfig
+from boinc_project.job_folder import JobFacts, JobFolder, Published
+from boinc_project.states import AssimilateState, Outcome, ServerState
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRow:
+    """One row of gt_job with its documents parsed."""
+
+    id: int
+    name: str
+    appid: int
+    state: JobState
+    note: str
+    current_version: int
+    create_time: int
+    config: JobConfig
+    facts: JobFacts
+    folder: JobFolder
+
+
+def create_own_tables(database: Database) -> None:
+    """Create the gt_ tables that do not exist yet."""
+    database.create_tables(gt_metadata)
+
+
+def app_id(database: Database, name: str) -> int | None:
+    """Id of BOINC's app of this name."""
+    with database.read() as connection:
+        found = connection.execute(sa.select(app.c.id).where(app.c.name == name)).scalar()
+    return None if found is None else int(found)
+
+
+def deployed_versions(connection: Connection, appid: int) -> list[Row]:
+    """The app's versions that are not deprecated."""
+    query = sa.select(app_version).where(app_version.c.appid == appid, app_version.c.deprecated == 0)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+# Jobs
+
+
+def job_row(row: Row) -> JobRow:
+    folder = Path(str(row["folder"]))
+    return JobRow(
+        id=int(row["id"]),
+        name=str(row["name"]),
+        appid=int(row["appid"]),
+        state=JobState(row["state"]),
+        note=str(row["note"]),
+        current_version=int(row["current_version"]),
+        create_time=int(row["create_time"]),
+        config=JobConfig.from_json(str(row["config"]), folder),
+        facts=JobFacts.from_json(str(row["facts"])),
+        folder=JobFolder(folder),
+    )
+
+
+def jobs(connection: Connection, *states: JobState) -> list[JobRow]:
+    """All jobs in these states (all of them if none is given), by id."""
+    query = sa.select(gt_job).order_by(gt_job.c.id)
+    if states:
+        query = query.where(gt_job.c.state.in_([str(state) for state in states]))
+    return [job_row(row) for row in connection.execute(query).mappings()]
+
+
+def job_named(connection: Connection, name: str) -> JobRow | None:
+    row = connection.execute(sa.select(gt_job).where(gt_job.c.name == name)).mappings().first()
+    return None if row is None else job_row(row)
+
+
+def set_job_state(connection: Connection, job_id: int, state: JobState, note: str = "") -> None:
+    connection.execute(sa.update(gt_job).where(gt_job.c.id == job_id).values(state=str(state), note=note))
+
+
+def lock_job(connection: Connection, job_id: int) -> Row | None:
+    """The job's row, locked until the transaction ends."""
+    query = sa.select(gt_job).where(gt_job.c.id == job_id).with_for_update()
+    row = connection.execute(query).mappings().first()
+    return None if row is None else dict(row)
+
+
+# Model versions
+
+
+def version_row(connection: Connection, job_id: int, version: int) -> Row | None:
+    query = sa.select(gt_version).where(gt_version.c.job_id == job_id, gt_version.c.version == version)
+    row = connection.execute(query).mappings().first()
+    return None if row is None else dict(row)
+
+
+def versions(connection: Connection, job_id: int) -> list[Row]:
+    """All versions of a job in order."""
+    query = sa.select(gt_version).where(gt_version.c.job_id == job_id).order_by(gt_version.c.version)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def record_file(connection: Connection, job_id: int, kind: str, file: Published, version: int | None = None) -> None:
+    """Note a published file; noting the same file again (after a crash) changes nothing."""
+    known = connection.execute(sa.select(gt_file.c.state).where(gt_file.c.name == file.name)).scalar()
+    if known is None:
+        connection.execute(
+            sa.insert(gt_file).values(
+                name=file.name,
+                job_id=job_id,
+                kind=kind,
+                version=version,
+                sha256=file.sha256,
+                bytes=file.size,
+                create_time=int(time.time()),
+                state=str(FileState.PUBLISHED),
+            )
+        )
+    elif known != FileState.PUBLISHED:
+        connection.execute(sa.update(gt_file).where(gt_file.c.name == file.name).values(state=str(FileState.PUBLISHED)))
+
+
+# Microtasks
+
+
+def microtasks(connection: Connection, job_id: int, version: int) -> list[Row]:
+    """All attempts at the slots of a version, by slot and attempt."""
+    query = (
+        sa.select(gt_microtask)
+        .where(gt_microtask.c.job_id == job_id, gt_microtask.c.version == version)
+        .order_by(gt_microtask.c.slot, gt_microtask.c.attempt)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def microtask_of(connection: Connection, workunit_name: str) -> Row | None:
+    query = sa.select(gt_microtask).where(gt_microtask.c.workunit_name == workunit_name)
+    row = connection.execute(query).mappings().first()
+    return None if row is None else dict(row)
+
+
+def set_microtask(connection: Connection, workunit_name: str, state: MicrotaskState, note: str = "") -> None:
+    connection.execute(
+        sa.update(gt_microtask).where(gt_microtask.c.workunit_name == workunit_name).values(state=str(state), note=note)
+    )
+
+
+def insert_workunit(connection: Connection, row: Row) -> bool:
+    """Insert a workunit; False if one of that name is there already (an earlier try got this far)."""
+    known = connection.execute(sa.select(workunit.c.id).where(workunit.c.name == row["name"])).scalar()
+    if known is not None:
+        return False
+    connection.execute(sa.insert(workunit).values(**row))
+    return True
+
+
+def transitions_waiting(connection: Connection, appid: int, now: int) -> bool:
+    """Whether some workunit of the app still waits for the transitioner."""
+    earliest = connection.execute(
+        sa.select(sa.func.min(workunit.c.transition_time)).where(workunit.c.appid == appid)
+    ).scalar()
+    return earliest is not None and int(earliest) <= now
+
+
+def result_counts(connection: Connection, workunit_ids: Sequence[int]) -> dict[int, dict[str, int]]:
+    """For each workunit: how many of its results are unsent, in progress, over; and the time the last was sent."""
+    counts: dict[int, dict[str, int]] = {
+        each: {"unsent": 0, "in_progress": 0, "over": 0, "last_sent": 0} for each in workunit_ids
+    }
+    if not workunit_ids:
+        return counts
+    query = (
+        sa.select(
+            result.c.workunitid,
+            result.c.server_state,
+            sa.func.count(),
+            sa.func.max(result.c.sent_time),
+        )
+        .where(result.c.workunitid.in_(workunit_ids))
+        .group_by(result.c.workunitid, result.c.server_state)
+    )
+    for identifier, state, number, sent in connection.execute(query):
+        entry = counts[int(identifier)]
+        name = {ServerState.OVER: "over", ServerState.IN_PROGRESS: "in_progress"}.get(state, "unsent")
+        entry[name] += int(number)
+        entry["last_sent"] = max(entry["last_sent"], int(sent or 0))
+    return counts
+
+
+def workunits_named(connection: Connection, names: Iterable[str]) -> dict[str, Row]:
+    """Workunit rows by name."""
+    wanted = list(names)
+    found: dict[str, Row] = {}
+    for start in range(0, len(wanted), 500):
+        query = sa.select(workunit).where(workunit.c.name.in_(wanted[start : start + 500]))
+        found.update({str(row["name"]): dict(row) for row in connection.execute(query).mappings()})
+    return found
+
+
+def results_of(connection: Connection, workunit_id: int, lock: bool = False) -> list[Row]:
+    """All results of a workunit by id; locked until the transaction ends if asked."""
+    query = sa.select(result).where(result.c.workunitid == workunit_id).order_by(result.c.id)
+    if lock:
+        query = query.with_for_update()
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def lock_workunit(connection: Connection, workunit_id: int) -> Row | None:
+    query = sa.select(workunit).where(workunit.c.id == workunit_id).with_for_update()
+    row = connection.execute(query).mappings().first()
+    return None if row is None else dict(row)
+
+
+def ready_to_assimilate(connection: Connection, appid: int, limit: int) -> list[Row]:
+    """Workunits of the app that the validator or transitioner handed over, by id."""
+    query = (
+        sa.select(workunit)
+        .where(workunit.c.appid == appid, workunit.c.assimilate_state == int(AssimilateState.READY))
+        .order_by(workunit.c.id)
+        .limit(limit)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def needing_validation(connection: Connection, appid: int, limit: int) -> list[int]:
+    """Ids of workunits with something to validate."""
+    query = (
+        sa.select(workunit.c.id)
+        .where(workunit.c.appid == appid, workunit.c.need_validate > 0)
+        .order_by(workunit.c.id)
+        .limit(limit)
+    )
+    return [int(each) for each in connection.execute(query).scalars()]
+
+
+def mark_assimilated(connection: Connection, workunit_id: int, now: int) -> bool:
+    """READY -> DONE and wake the transitioner; False if somebody else did it."""
+    done = connection.execute(
+        sa.update(workunit)
+        .where(workunit.c.id == workunit_id, workunit.c.assimilate_state == int(AssimilateState.READY))
+        .values(assimilate_state=int(AssimilateState.DONE), transition_time=now)
+    )
+    return done.rowcount == 1
+
+
+def retire_unsent(connection: Connection, workunit_id: int) -> None:
+    """Results that nobody was sent are not needed any more; one sent meanwhile stays with its host."""
+    connection.execute(
+        sa.update(result)
+        .where(
+            result.c.workunitid == workunit_id,
+            result.c.server_state.in_([int(ServerState.INACTIVE), int(ServerState.UNSENT)]),
+        )
+        .values(server_state=int(ServerState.OVER), outcome=int(Outcome.DIDNT_NEED))
+    )
+
+
+# Ledger and rounds
+
+
+def ledger_of_version(connection: Connection, job_id: int, base_version: int) -> list[Row]:
+    query = (
+        sa.select(gt_ledger)
+        .where(gt_ledger.c.job_id == job_id, gt_ledger.c.base_version == base_version)
+        .order_by(gt_ledger.c.slot, gt_ledger.c.workunit_name)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def ledger_entry(connection: Connection, workunit_name: str) -> Row | None:
+    query = sa.select(gt_ledger).where(gt_ledger.c.workunit_name == workunit_name)
+    row = connection.execute(query).mappings().first()
+    return None if row is None else dict(row)
+
+
+def pending_entries(connection: Connection, job_id: int) -> list[Row]:
+    """Gradients that wait for a round, oldest base version first, then slot."""
+    query = (
+        sa.select(gt_ledger)
+        .where(gt_ledger.c.job_id == job_id, gt_ledger.c.disposition == str(Disposition.PENDING))
+        .order_by(gt_ledger.c.base_version, gt_ledger.c.slot, gt_ledger.c.workunit_name)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One contribution of a committed round and its weight (1 where the policy weighs by samples alone)."""
+
+    workunit_name: str
+    weight: float
+
+
+def round_members(connection: Connection, job_id: int, version: int) -> list[Member] | None:
+    """The committed round that makes this version, or None."""
+    text = connection.execute(
+        sa.select(gt_round.c.members).where(gt_round.c.job_id == job_id, gt_round.c.version == version)
+    ).scalar()
+    return None if text is None else [Member(str(name), float(weight)) for name, weight in json.loads(text)]
+
+
+def commit_round(connection: Connection, job_id: int, version: int, members: Sequence[Member], now: float) -> None:
+    """Fix which contributions, in which order, make this version. The job's row must be locked."""
+    connection.execute(
+        sa.insert(gt_round).values(
+            job_id=job_id,
+            version=version,
+            commit_time=now,
+            members=json.dumps([[member.workunit_name, member.weight] for member in members]),
+        )
+    )
+    for member in members:
+        connection.execute(
+            sa.update(gt_ledger)
+            .where(gt_ledger.c.workunit_name == member.workunit_name)
+            .values(disposition=str(Disposition.COMMITTED), weight=member.weight)
+        )
+
+
+# Heartbeats
+
+
+def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
+    """Tell `status` and `doctor` that this daemon is alive."""
+    values = {"pid": pid, "time": time.time(), "note": note}
+    changed = connection.execute(sa.update(gt_heartbeat).where(gt_heartbeat.c.daemon == daemon).values(**values))
+    if changed.rowcount == 0:
+        connection.execute(sa.insert(gt_heartbeat).values(daemon=daemon, **values))
+
+
+def heartbeats(connection: Connection) -> list[Row]:
+    query = sa.select(gt_heartbeat).order_by(gt_heartbeat.c.daemon)
+    return [dict(row) for row in connection.execute(query).mappings()]
