@@ -96,12 +96,12 @@ def jobs(connection: Connection, *states: JobState) -> list[JobRow]:
     query = sa.select(gt_job).order_by(gt_job.c.id)
     if states:
         query = query.where(gt_job.c.state.in_([str(state) for state in states]))
-    return [job_row(row) for row in connection.execute(query).mappings()]
+    return [job_row(dict(row)) for row in connection.execute(query).mappings()]
 
 
 def job_named(connection: Connection, name: str) -> JobRow | None:
     row = connection.execute(sa.select(gt_job).where(gt_job.c.name == name)).mappings().first()
-    return None if row is None else job_row(row)
+    return None if row is None else job_row(dict(row))
 
 
 def set_job_state(connection: Connection, job_id: int, state: JobState, note: str = "") -> None:

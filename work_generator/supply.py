@@ -1,0 +1,93 @@
+"""Decides what to issue: pure functions from what is there to what should be done.
+
+What it is: the rules of supply (which slots of the open round need a workunit, which straggler needs another
+copy, when a job is finished, which published files nobody needs any more). What it is not: it reads no
+database and writes nothing (__main__.py does).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from boinc_project.gt_tables import MicrotaskState
+from boinc_project.job_config import JobConfig
+from boinc_project.states import NEVER
+
+MAX_ATTEMPTS = 3  # workunits for one slot; after that its samples are skipped and reported
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Make a workunit for this slot; `attempt` counts from 0. `again` is the row whose microtask is repeated."""
+
+    slot: int
+    attempt: int
+    again: Row | None = None
+
+
+def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
+    """Slots of the open round that have no live workunit and still may have one."""
+    wanted = []
+    for slot in range(slots):
+        attempts = sorted((m for m in microtasks if m["slot"] == slot), key=lambda m: int(m["attempt"]))
+        if not attempts:
+            wanted.append(Issue(slot, 0))
+        elif attempts[-1]["state"] in (MicrotaskState.FAILED, MicrotaskState.CANCELLED):
+            failures = sum(1 for m in attempts if m["state"] == MicrotaskState.FAILED)
+            if failures < MAX_ATTEMPTS:
+                wanted.append(Issue(slot, int(attempts[-1]["attempt"]) + 1, attempts[-1]))
+    return wanted
+
+
+def straggling(
+    config: JobConfig, workunit: Row, counts: Mapping[str, int], now: int, straggler_after_s: float | None = None
+) -> bool:
+    """Whether a workunit needs one more copy because those it has take too long.
+
+    Only while BOINC's transitioner would accept it: no canonical result, no error, nothing unsent, and room
+    within max_success_results and max_total_results. The slow copies stay in progress and are still judged.
+    """
+    after = config.supply.straggler_after_s if straggler_after_s is None else straggler_after_s
+    copies = counts["unsent"] + counts["in_progress"] + counts["over"]
+    return (
+        workunit["canonical_resultid"] == 0
+        and workunit["error_mask"] == 0
+        and workunit["transition_time"] < NEVER
+        and counts["unsent"] == 0
+        and counts["in_progress"] > 0
+        and now - counts["last_sent"] >= after
+        and workunit["target_nresults"] < config.workunit.target_nresults + config.supply.extra_replicas
+        and workunit["target_nresults"] < workunit["max_success_results"]
+        and copies < workunit["max_total_results"]
+    )
+
+
+def stop_reason(config: JobConfig, versions: Sequence[Row], create_time: int, now: float) -> str:
+    """Why the job is finished, or ''. `versions` are rows of gt_version in order."""
+    newest = int(versions[-1]["version"]) if versions else 0
+    if newest >= config.train.max_versions:
+        return f"version {newest} is the last one asked for (max_versions)"
+    if config.train.max_hours and now - create_time > config.train.max_hours * 3600:
+        return f"{config.train.max_hours:g} hours have passed (max_hours)"
+    metric, target = config.train.target_metric, config.train.target_value
+    if metric and target is not None:
+        for row in reversed(versions):
+            found = json.loads(row["evaluation"]).get(metric) if row["evaluation"] else None
+            if found is None:
+                continue
+            reached = found <= target if metric == "loss" else found >= target
+            if reached:
+                return f"{metric} {found:.4g} of version {row['version']} reaches {target:g} (target_value)"
+    return ""
+
+
+def least_seconds_per_task(
+    download_bytes: float, host_bytes_per_s: float, hosts: int, egress_bytes_per_s: float
+) -> float:
+    """The shortest task that the downlink can feed: max(20 x bytes / host bandwidth, hosts x bytes / egress)."""
+    return max(20 * download_bytes / host_bytes_per_s, hosts * download_bytes / egress_bytes_per_s)

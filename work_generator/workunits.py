@@ -1,0 +1,177 @@
+"""From a slot of a model version to a microtask, its files and its workunit row.
+
+The resources that BOINC is told:
+    rsc_fpops_est     the microtask's operations, and what starting the application costs
+    rsc_fpops_bound   generous: a host that overstates its speed a thousandfold must still have time (field
+                      reports tell of good tasks killed within seconds by a tight bound)
+    rsc_memory_bound  1.5 times the estimate, program included
+    rsc_disk_bound    inputs, three checkpoints, the output, and the room in which the application unpacks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from boinc_project import templates
+from boinc_project.contract.codecs import Codec
+from boinc_project.contract.microtask import (
+    CONSTANTS_FILE,
+    GRAPH_FILE,
+    MICROTASK_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    FileRef,
+    Microtask,
+    shard_file,
+)
+from boinc_project.job_config import JobConfig
+from boinc_project.job_folder import JobFacts, Published, Shard
+from boinc_project.project_tree import ProjectTree, PublishedFile
+from work_generator.plan import DataPlan, batches_of_microtask
+
+STARTUP_FLOPS = 1e10  # unpacking and importing: two to three seconds of a 4 GFLOPS core
+LEAST_FPOPS_BOUND = 3e18  # 50 minutes for a host that claims 1 PFLOPS
+FPOPS_BOUND_RATIO = 1000.0
+PROGRAM_MEMORY_BYTES = 250e6
+PROGRAM_DISK_BYTES = 500e6
+MEMORY_MARGIN = 1.5
+STICKY_LIFETIME_S = 14 * 86400  # data and graphs stay that long on a client that gets no more work of the job
+
+
+@dataclass(frozen=True)
+class Content:
+    """A microtask and, by open name, the published files it needs (without microtask.json itself)."""
+
+    microtask: Microtask
+    files: Mapping[str, Published]
+
+
+def data_plan(config: JobConfig, facts: JobFacts) -> DataPlan:
+    """How the job's samples are dealt out."""
+    rows = tuple(shard.rows for shard in facts.train)
+    return DataPlan(config.job.seed, rows, config.data.batch_size, facts.full_batches)
+
+
+def steps_of(config: JobConfig) -> int:
+    """Batches of one microtask."""
+    train = config.train
+    return train.local_steps if train.policy == "diloco" else train.batches_per_microtask
+
+
+def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, state: Published) -> Content:
+    """The microtask for this slot of the round that starts from `version` (whose published state is `state`)."""
+    steps = steps_of(config)
+    slots = config.train.microtasks_per_version
+    batches, used = batches_of_microtask(data_plan(config, facts), version, slot, slots, steps)
+    files = _files(facts, state, [facts.train[number] for number in used])
+    local = config.train.policy == "diloco"
+    if local:
+        assert facts.optimizer is not None
+        files[OPTIMIZER_FILE] = facts.optimizer
+    microtask = Microtask(
+        job=config.job.name,
+        mode="local-steps" if local else "gradient",
+        base_version=version,
+        slot=slot,
+        files={name: FileRef(file.sha256, file.size) for name, file in files.items()},
+        batch_size=config.data.batch_size,
+        batches=batches,
+        learning_rates=(config.learning_rate(version),) * steps,
+        seed=config.job.seed,
+        first_step=(version * slots + slot) * steps,
+        codec=Codec(config.codec.kind, config.codec.block, config.codec.compression),
+    )
+    return Content(microtask, files)
+
+
+def content_again(facts: JobFacts, text: str, state: Published) -> Content:
+    """The content of a microtask that was issued before, from its stored document."""
+    microtask = Microtask.from_json(text.encode("ascii"))
+    by_digest = {shard.file.sha256: shard for shard in facts.train}
+    shards = [by_digest[microtask.files[shard_file(k)].sha256] for k in range(microtask.shard_count)]
+    files = _files(facts, state, shards)
+    if microtask.mode == "local-steps":
+        assert facts.optimizer is not None
+        files[OPTIMIZER_FILE] = facts.optimizer
+    return Content(microtask, files)
+
+
+def _files(facts: JobFacts, state: Published, shards: list[Shard]) -> dict[str, Published]:
+    files = {GRAPH_FILE: facts.graph, STATE_FILE: state}
+    if facts.constants is not None:
+        files[CONSTANTS_FILE] = facts.constants
+    files.update({shard_file(k): shard.file for k, shard in enumerate(shards)})
+    return files
+
+
+def workunit_name(microtask: Microtask, digest: str, attempt: int) -> str:
+    """Unique for ever: the digest names the contents, the attempt tells repetitions apart."""
+    return f"gt_{microtask.job}_v{microtask.base_version}_s{microtask.slot}_a{attempt}_{digest[:16]}"
+
+
+def microtask_file_name(microtask: Microtask, digest: str) -> str:
+    """Physical name of microtask.json; the same for every attempt."""
+    return f"gt_{microtask.job}_v{microtask.base_version}_s{microtask.slot}_{digest[:16]}.json"
+
+
+def workunit_row(
+    tree: ProjectTree,
+    config: JobConfig,
+    facts: JobFacts,
+    content: Content,
+    document: PublishedFile,
+    *,
+    name: str,
+    appid: int,
+    now: int,
+) -> dict[str, Any]:
+    """The workunit row to insert, all its files being published already. Raises TemplateError."""
+    flops = facts.step_flops * content.microtask.steps
+    inputs = sum(file.size for file in content.files.values()) + document.nbytes
+    estimate = flops + STARTUP_FLOPS
+    references = [
+        templates.InputReference(
+            open_name=open_name,
+            # The state of one version is used for one round; what serves all rounds stays on the client.
+            sticky=open_name != STATE_FILE,
+            sticky_lifetime=STICKY_LIFETIME_S if open_name != STATE_FILE else 0,
+            no_delete=True,
+        )
+        for open_name in content.files
+    ]
+    references.insert(0, templates.InputReference(open_name=MICROTASK_FILE, no_delete=True))
+    unit = config.workunit
+    template = templates.input_template(
+        references,
+        rsc_fpops_est=estimate,
+        rsc_fpops_bound=max(FPOPS_BOUND_RATIO * estimate, LEAST_FPOPS_BOUND),
+        rsc_memory_bound=MEMORY_MARGIN * (facts.memory_bytes + PROGRAM_MEMORY_BYTES),
+        rsc_disk_bound=PROGRAM_DISK_BYTES + inputs + 3 * facts.memory_bytes + 2 * facts.max_update_bytes,
+        delay_bound=unit.delay_bound_s,
+        min_quorum=unit.min_quorum,
+        target_nresults=unit.target_nresults,
+        max_error_results=unit.max_error_results,
+        max_total_results=unit.max_total_results,
+        max_success_results=unit.max_success_results,
+    )
+    published = [document] + [
+        PublishedFile(
+            name=file.name,
+            url=tree.download_url(file.name),
+            md5=file.md5,
+            nbytes=file.size,
+            path=tree.download_path(file.name),
+        )
+        for file in content.files.values()
+    ]
+    made = templates.workunit_document(template, published)
+    return templates.new_workunit(
+        made,
+        name=name,
+        appid=appid,
+        result_template_file=facts.output_template,
+        now=now,
+        priority=unit.priority,
+    )
