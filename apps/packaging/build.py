@@ -1,0 +1,391 @@
+"""Builds the `gradient` app version: one self-contained file, so that volunteers need no Python.
+
+    build_app -> check_numpy -> sources_digest -> (PyInstaller | cache) -> try_start -> write_folder
+
+The result is BOINC's layout for `update_versions`:
+
+    OUTPUT/apps/gradient/VERSION/x86_64-pc-linux-gnu/gradient_VERSION_x86_64-pc-linux-gnu   the program
+                                                     version.xml                            what BOINC must
+                                                     know of it
+
+The program unpacks itself inside the slot only (`--runtime-tmpdir .`): BOINC owns that folder and empties
+it. It holds numpy, safetensors and zstandard, never PyTorch. It needs at least the glibc of the machine it
+was built on: build on the oldest distribution that volunteers should be able to use. This file runs on the
+project's side, not on theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable
+
+APP_NAME = "gradient"
+PLATFORM = "x86_64-pc-linux-gnu"
+DEFAULT_VERSION = "1.00"
+API_VERSION = (
+    "7.20.5"  # from 6.0 the client gives boinc_mmap_file, from 7.5 no `--device` (client/app_start.cpp)
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENTRY = REPOSITORY / "apps" / "gradient" / "__main__.py"
+SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract")
+PACKAGES = ("numpy", "safetensors", "zstandard", "pyinstaller")
+
+# Volunteers' processors go back to 2006; a numpy whose baseline is higher dies there of an illegal
+# instruction.
+ALLOWED_BASELINE = frozenset({"SSE", "SSE2", "SSE3"})
+
+# Loaded by name at run time, so PyInstaller cannot see them.
+HIDDEN_IMPORTS = ("apps.gradient.backends.numpy_backend", "zstandard.backend_c", "safetensors.numpy")
+
+# What hooks and optional imports would drag in. PyTorch first: it is 2 GB.
+EXCLUDED = (
+    *(
+        "torch",
+        "tensorflow",
+        "jax",
+        "jaxlib",
+        "mlx",
+        "paddle",
+        "scipy",
+        "pandas",
+        "matplotlib",
+        "sklearn",
+        "PIL",
+    ),
+    *(
+        "transformers",
+        "sqlalchemy",
+        "aiohttp",
+        "requests",
+        "cryptography",
+        "lxml",
+        "click",
+        "rich",
+        "pyopencl",
+    ),
+    *("pytest", "hypothesis", "setuptools", "pip", "pkg_resources", "yaml", "charset_normalizer", "IPython"),
+    *("numpy.f2py", "numpy.distutils", "zstandard.backend_cffi", "zstandard._cffi", "cffi", "pycparser"),
+    *(
+        "tkinter",
+        "sqlite3",
+        "curses",
+        "readline",
+        "asyncio",
+        "ssl",
+        "_ssl",
+        "lib2to3",
+        "ensurepip",
+        "idlelib",
+    ),
+    *("distutils", "pydoc_data", "xmlrpc", "test"),
+)
+
+# Build logs begin a stage with such a line; the share of the whole is what builds took here.
+_STAGES = (
+    ("Initializing module dependency graph", 0.05, "reading modules"),
+    ("Looking for dynamic libraries", 0.45, "collecting libraries"),
+    ("Building PYZ", 0.60, "packing modules"),
+    ("Building PKG", 0.65, "compressing"),
+    ("Building EXE", 0.92, "writing the program"),
+)
+
+Progress = Callable[[str, float], None]
+
+
+class BuildError(ValueError):
+    """The app version cannot be built; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class BuiltApp:
+    """What `build_app` made. Sizes in bytes, times in seconds."""
+
+    folder: Path
+    program: Path
+    version: str
+    size: int
+    build_seconds: float
+    start_seconds: float
+    reused: bool
+    digest: str
+
+
+def build_app(
+    output_dir: Path,
+    version: str = DEFAULT_VERSION,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    entry: Path = ENTRY,
+) -> BuiltApp:
+    """Build the app version into `output_dir`/apps/gradient/VERSION/PLATFORM (a BOINC project's root).
+
+    With `cache_dir` a build of the same sources, packages and Python is taken from there. `progress` is
+    called with a stage's name and the share done, 0 to 1. Raises BuildError with one sentence for the
+    admin.
+    """
+    report = progress or (lambda stage, share: None)
+    if not re.fullmatch(r"\d{1,3}\.\d{1,2}", version):
+        raise BuildError(f"the version must look like 1.00 (BOINC's MAJOR.MINOR), not {version!r}")
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(
+            f"this builds for {PLATFORM} only, and must run there; here is {platform.platform()}"
+        )
+    check_tools()
+    check_numpy(numpy_baseline())
+    report("checking", 0.0)
+    digest = sources_digest(entry)
+    cached = (cache_dir or Path(tempfile.gettempdir())) / f"{APP_NAME}-{digest[:32]}"
+    found = read_cache(cached) if cache_dir is not None else None
+    began = time.monotonic()
+    if found is not None:
+        build_seconds, start_seconds, program = found
+        report("taken from the cache", 1.0)
+        return write_folder(output_dir, version, program, digest, build_seconds, start_seconds, reused=True)
+    with tempfile.TemporaryDirectory(prefix="boinc-train-build-", dir=_made(cache_dir)) as folder:
+        work = Path(folder)
+        program = run_pyinstaller(entry, work, report)
+        build_seconds = time.monotonic() - began
+        report("starting it once", 0.97)
+        start_seconds = try_start(program, work)
+        if cache_dir is not None:
+            write_cache(cached, program, build_seconds, start_seconds)
+        built = write_folder(output_dir, version, program, digest, build_seconds, start_seconds, reused=False)
+    report("done", 1.0)
+    return built
+
+
+def _made(folder: Path | None) -> Path | None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def check_tools() -> None:
+    """PyInstaller and a Python with a shared library are needed; raises BuildError."""
+    import sysconfig
+
+    for package in PACKAGES:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise BuildError(f"{package} is not installed: pip install 'boinc-train[package]'") from None
+    if (
+        not sysconfig.get_config_var("Py_ENABLE_SHARED")
+        and not Path("/usr/lib/x86_64-linux-gnu")
+        .joinpath(f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0")
+        .exists()
+    ):
+        raise BuildError(
+            f"{sys.executable} has no shared libpython: install Debian's libpython3-dev, or build Python with"
+            " --enable-shared"
+        )
+
+
+def numpy_baseline() -> tuple[str, ...]:
+    """Processor features that the installed numpy needs in any case."""
+    import numpy
+
+    package = "numpy._core" if int(numpy.__version__.split(".")[0]) >= 2 else "numpy.core"
+    return tuple(importlib.import_module(f"{package}._multiarray_umath").__cpu_baseline__)
+
+
+def check_numpy(baseline: Iterable[str]) -> None:
+    """Refuse a numpy that old processors cannot run; raises BuildError."""
+    beyond = sorted(set(baseline) - ALLOWED_BASELINE)
+    if beyond:
+        raise BuildError(
+            f"the installed numpy needs {', '.join(beyond)}, which volunteers' old processors lack:"
+            " pip install 'numpy<2.4'"
+        )
+
+
+def sources_digest(entry: Path = ENTRY) -> str:
+    """What decides a build: our sources, this file, the packages, Python and the C library (hex SHA-256)."""
+    digest = hashlib.sha256()
+    facts = [sys.version, platform.libc_ver()[1], *(f"{p} {importlib.metadata.version(p)}" for p in PACKAGES)]
+    digest.update(json.dumps(facts).encode("utf-8"))
+    files = [entry, Path(__file__)]
+    for name in SOURCES:
+        path = REPOSITORY / name
+        files += [path] if path.is_file() else path.rglob("*.py")
+    for path in sorted(set(files)):
+        name = path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else path.name
+        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def pyinstaller_command(entry: Path, work: Path) -> Sequence[str]:
+    """The command that builds `work`/dist/gradient."""
+    command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--onefile", "--name", APP_NAME]
+    command += ["--runtime-tmpdir", ".", "--noupx", "--paths", str(REPOSITORY)]
+    command += ["--distpath", str(work / "dist"), "--workpath", str(work / "build"), "--specpath", str(work)]
+    for name in HIDDEN_IMPORTS:
+        command += ["--hidden-import", name]
+    for name in EXCLUDED:
+        command += ["--exclude-module", name]
+    return [*command, str(entry)]
+
+
+def run_pyinstaller(entry: Path, work: Path, report: Progress) -> Path:
+    """Run PyInstaller in `work`; returns the program. Raises BuildError with the log's last lines."""
+    # Fixed hash seed and time: the same sources give the same file, as BOINC's immutable file names want.
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "SOURCE_DATE_EPOCH": "1700000000"}
+    environment["PYINSTALLER_CONFIG_DIR"] = str(work / "config")  # nothing in the home folder
+    log: list[str] = []
+    with subprocess.Popen(
+        pyinstaller_command(entry, work),
+        cwd=work,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            log = [*log[-30:], line.rstrip()]
+            for text, share, stage in _STAGES:
+                if text in line:
+                    report(stage, share)
+    program = work / "dist" / APP_NAME
+    if process.returncode or not program.is_file():
+        raise BuildError("PyInstaller failed; its last lines were:\n" + "\n".join(log[-12:]))
+    return program
+
+
+def try_start(program: Path, work: Path) -> float:
+    """Start the program once in an empty folder; returns the seconds it took. Raises BuildError if it
+    cannot run.
+
+    Without a task it ends with its own exit code for missing input; what counts is that Python and its
+    modules came up.
+    """
+    folder = work / "start"
+    folder.mkdir()
+    began = time.monotonic()
+    done = subprocess.run(
+        [program], cwd=folder, capture_output=True, text=True, errors="replace", timeout=300
+    )
+    seconds = time.monotonic() - began
+    if (
+        re.search(r"ImportError|ModuleNotFoundError|\[PYI-\d+:ERROR\]|Failed to", done.stderr)
+        or done.returncode < 0
+    ):
+        raise BuildError("the built program does not start:\n" + done.stderr[-2000:])
+    return seconds
+
+
+def read_cache(folder: Path) -> tuple[float, float, Path] | None:
+    """(build seconds, start seconds, program) of a cached build, None if there is no whole one."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text(encoding="ascii"))
+        program = folder / APP_NAME
+        if hashlib.sha256(program.read_bytes()).hexdigest() != facts["sha256"]:
+            return None
+        return float(facts["build_seconds"]), float(facts["start_seconds"]), program
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_cache(folder: Path, program: Path, build_seconds: float, start_seconds: float) -> None:
+    """Keep a build for the next time; the facts come last, so a half-written one is not taken for whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{APP_NAME}.{os.getpid()}.tmp"
+    shutil.copy2(program, temporary)
+    os.replace(temporary, folder / APP_NAME)
+    facts = {
+        "sha256": hashlib.sha256(program.read_bytes()).hexdigest(),
+        "build_seconds": round(build_seconds, 2),
+        "start_seconds": round(start_seconds, 3),
+    }
+    temporary.write_text(json.dumps(facts), encoding="ascii")
+    os.replace(temporary, folder / "facts.json")
+
+
+def program_name(version: str) -> str:
+    """The program's physical name, as BOINC's own tools name app versions."""
+    return f"{APP_NAME}_{version}_{PLATFORM}"
+
+
+def version_xml(version: str) -> str:
+    """What `update_versions` reads. `<dont_throttle/>` is absent: the volunteer's CPU limit must work."""
+    return (
+        "<version>\n"
+        "    <file>\n"
+        f"        <physical_name>{program_name(version)}</physical_name>\n"
+        "        <main_program/>\n"
+        "    </file>\n"
+        f"    <api_version>{API_VERSION}</api_version>\n"
+        "</version>\n"
+    )
+
+
+def write_folder(
+    output_dir: Path,
+    version: str,
+    program: Path,
+    digest: str,
+    build_seconds: float,
+    start_seconds: float,
+    reused: bool,
+) -> BuiltApp:
+    """Lay the app version out. An existing program of this version may only be replaced by the same bytes."""
+    folder = output_dir / "apps" / APP_NAME / version / PLATFORM
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / program_name(version)
+    if target.exists() and target.read_bytes() != program.read_bytes():
+        raise BuildError(
+            f"{target} exists and differs: a published file never changes, so give a higher version"
+        )
+    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
+    shutil.copyfile(program, temporary)
+    temporary.chmod(0o755)
+    os.replace(temporary, target)
+    (folder / "version.xml").write_text(version_xml(version), encoding="ascii")
+    return BuiltApp(
+        folder=folder,
+        program=target,
+        version=version,
+        size=target.stat().st_size,
+        build_seconds=build_seconds,
+        start_seconds=start_seconds,
+        reused=reused,
+        digest=digest,
+    )
+
+
+def main() -> None:
+    """`python -m apps.packaging.build OUTPUT [VERSION]`: build and print the facts as JSON."""
+    arguments = sys.argv[1:]
+    if not 1 <= len(arguments) <= 2:
+        sys.exit("usage: python -m apps.packaging.build OUTPUT [VERSION]")
+    try:
+        built = build_app(
+            Path(arguments[0]),
+            version=arguments[1] if len(arguments) == 2 else DEFAULT_VERSION,
+            cache_dir=REPOSITORY / ".cache" / "app-builds",
+            progress=lambda stage, share: print(f"{share:4.0%} {stage}", file=sys.stderr, flush=True),
+        )
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps({**asdict(built), "folder": str(built.folder), "program": str(built.program)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
