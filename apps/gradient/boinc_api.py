@@ -160,6 +160,8 @@ class Boinc:
             if outcome == OUTCOME_TEMPORARY_EXIT:
                 log(f"try again later: {text}")
                 leave(EXIT_BUG)
+            if text:
+                log(text)
             leave(number & 0xFF)
         self._block.publish(outcome, number, text)
         if self._process:

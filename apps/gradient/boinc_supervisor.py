@@ -497,14 +497,15 @@ class Supervisor:
                 self._temporary_exit(
                     self._timing.killed_delay, f"the computing process was killed by {name}{why}"
                 )
-            self._log(f"the computing process crashed with {name}")
             self._finish(EXIT_CRASHED, f"the computing process crashed with {name}")
-        self._log(f"the computing process ended unannounced with status {os.WEXITSTATUS(status)}")
-        self._finish(os.WEXITSTATUS(status) or EXIT_BUG, "the computing process ended unannounced")
+        code = os.WEXITSTATUS(status)
+        self._finish(code or EXIT_BUG, f"the computing process ended unannounced with status {code}")
 
     def _finish(self, status: int, text: str) -> NoReturn:
         """boinc_finish: final status read by the client, then the marker, then gone at once."""
         status &= 0xFF
+        if text:
+            self._log(text)
         self._log(f"called boinc_finish({status})")
         self._final_status(1.0 if status == 0 else self._block.fraction_done)
         lines = [str(status)] + ([text, ""] if text else [])
