@@ -155,6 +155,7 @@ gt_file = sa.Table(
     ),  # graph, optimizer, evaluation, constants, shard, state, microtask
     sa.Column("version", _Long, nullable=True),  # of the model, for state and microtask files
     sa.Column("sha256", sa.String(64), nullable=False),
+    sa.Column("md5", sa.String(32), nullable=False),
     sa.Column("bytes", _Long, nullable=False),
     sa.Column("create_time", _Long, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),

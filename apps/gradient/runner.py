@@ -25,7 +25,8 @@ from apps.gradient.checkpoint import Checkpoint
 from apps.gradient.executor import Backend, Executor
 from boinc_project.contract import tensorfile
 from boinc_project.contract.errors import ContractError, UnfitHost
-from boinc_project.contract.graph import Graph, value_bytes
+from boinc_project.contract.estimates import memory_bytes
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
@@ -61,12 +62,9 @@ class Loaded:
     types: Mapping[str, TensorType]
 
     def memory_estimate(self) -> int:
-        """Bytes that running this takes at worst: values of the larger graph, state twice, shards, update."""
-        graphs = max(g.peak_bytes() for g in (self.gradient, self.optimizer) if g is not None)
-        state = sum(a.nbytes for a in self.state.values()) + sum(a.nbytes for a in self.constants.values())
-        data = sum(a.nbytes for shard in self.shards for a in shard.values())
-        update = sum(value_bytes(kind) for kind in self.types.values())
-        return graphs + 2 * state + data + 3 * update
+        """Bytes that running this takes at worst."""
+        data = sum(array.nbytes for shard in self.shards for array in shard.values())
+        return memory_bytes(self.gradient, self.optimizer, self.types, data)
 
 
 def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> Loaded:

@@ -1,0 +1,186 @@
+"""What the validator does with a workunit: one pure decision over all of its copies.
+
+The branches are those of BOINC's handle_wu (sched/validator.cpp): a canonical result exists already (late
+results are judged against it), or a set of viable results may form a quorum. Nothing is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from boinc_project.states import NEVER, AssimilateState, ErrorMask, Outcome, ServerState, ValidateState
+from validator.agreement import Copy, judge
+
+Row = Mapping[str, Any]
+
+
+class Sanity(Enum):
+    """What reading one result's files gave."""
+
+    GOOD = "good"
+    INVALID = "invalid"  # the volunteer's file is wrong
+    TRANSIENT = "transient"  # our storage is away
+
+
+@dataclass(frozen=True)
+class ResultChange:
+    """New fields of one result row; `credited` results get the workunit's credit."""
+
+    validate_state: ValidateState
+    outcome: Outcome | None = None
+    reason: str = ""
+
+    @property
+    def credited(self) -> bool:
+        return self.validate_state == ValidateState.VALID
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything to write for one workunit, or `retry` (write nothing, look again later)."""
+
+    results: Mapping[int, ResultChange] = field(default_factory=dict)
+    canonical: int | None = None
+    workunit: Mapping[str, Any] = field(default_factory=dict)
+    retire_unsent: bool = False
+    retry: bool = False
+    note: str = ""
+
+
+def is_viable(row: Row) -> bool:
+    """OVER, SUCCESS and not found invalid."""
+    return bool(
+        row["server_state"] == ServerState.OVER
+        and row["outcome"] == Outcome.SUCCESS
+        and row["validate_state"] != ValidateState.INVALID
+    )
+
+
+def is_open(row: Row) -> bool:
+    """Viable and not judged yet."""
+    return is_viable(row) and row["validate_state"] in (ValidateState.INIT, ValidateState.INCONCLUSIVE)
+
+
+def needed(workunit: Row, results: Sequence[Row]) -> list[int]:
+    """Ids of the results whose files must be read before deciding."""
+    viable = [row for row in results if is_viable(row)]
+    if workunit["canonical_resultid"]:
+        fresh = [int(row["id"]) for row in viable if is_open(row)]
+        return [*fresh, int(workunit["canonical_resultid"])] if fresh else []
+    return [int(row["id"]) for row in viable] if len(viable) >= workunit["min_quorum"] else []
+
+
+def decide(
+    workunit: Row,
+    results: Sequence[Row],
+    sanity: Mapping[int, tuple[Sanity, str]],
+    distances: Mapping[tuple[int, int], float],
+    tolerance: float,
+    voter: Mapping[int, Hashable],
+    now: int,
+) -> Decision:
+    """Decide over a workunit. `sanity` has an entry for each id of `needed`, `distances` for each good pair."""
+    if workunit["canonical_resultid"]:
+        return _late_results(workunit, results, sanity, distances, tolerance, now)
+    return _quorum(workunit, results, sanity, distances, tolerance, voter, now)
+
+
+def _late_results(
+    workunit: Row,
+    results: Sequence[Row],
+    sanity: Mapping[int, tuple[Sanity, str]],
+    distances: Mapping[tuple[int, int], float],
+    tolerance: float,
+    now: int,
+) -> Decision:
+    canonical = int(workunit["canonical_resultid"])
+    fresh = [int(row["id"]) for row in results if is_open(row) and row["id"] != canonical]
+    if not fresh:
+        return Decision(workunit={"need_validate": 0})
+    if sanity[canonical][0] == Sanity.TRANSIENT:
+        return Decision(retry=True, note=sanity[canonical][1])
+    changes: dict[int, ResultChange] = {}
+    for identifier in fresh:
+        kind, reason = sanity[identifier]
+        if kind == Sanity.TRANSIENT:
+            return Decision(retry=True, note=reason)
+        if kind == Sanity.INVALID:
+            changes[identifier] = ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, reason)
+        elif sanity[canonical][0] == Sanity.INVALID:
+            # We deleted the evidence ourselves (the canonical file is gone): nobody is to blame.
+            changes[identifier] = ResultChange(ValidateState.TOO_LATE, reason="the canonical file is gone")
+        else:
+            apart = distances[min(identifier, canonical), max(identifier, canonical)]
+            agrees = apart <= tolerance
+            state = ValidateState.VALID if agrees else ValidateState.INVALID
+            changes[identifier] = ResultChange(state, reason=f"distance {apart:.2g} to the canonical result")
+    return Decision(changes, workunit={"need_validate": 0, "transition_time": now})
+
+
+def _quorum(
+    workunit: Row,
+    results: Sequence[Row],
+    sanity: Mapping[int, tuple[Sanity, str]],
+    distances: Mapping[tuple[int, int], float],
+    tolerance: float,
+    voter: Mapping[int, Hashable],
+    now: int,
+) -> Decision:
+    viable = [row for row in results if is_viable(row)]
+    min_quorum = int(workunit["min_quorum"])
+    if len(viable) < min_quorum:
+        return Decision(workunit={"need_validate": 0})
+    transient = [sanity[int(row["id"])][1] for row in viable if sanity[int(row["id"])][0] == Sanity.TRANSIENT]
+    if transient:
+        return Decision(retry=True, note=transient[0])
+    changes: dict[int, ResultChange] = {}
+    copies = []
+    for row in viable:
+        identifier = int(row["id"])
+        kind, reason = sanity[identifier]
+        if kind == Sanity.INVALID:
+            changes[identifier] = ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, reason)
+        else:
+            copies.append(Copy(identifier, voter[identifier]))
+    votes = min_quorum // 2 + 1  # BOINC's rule: a majority of the quorum must agree
+    verdict = judge(copies, distances, tolerance, votes) if len(copies) >= min_quorum else None
+    if verdict is not None and verdict.canonical is not None:
+        for identifier in verdict.valid:
+            changes[identifier] = ResultChange(ValidateState.VALID)
+        for identifier in verdict.invalid:
+            apart = distances[min(identifier, verdict.canonical), max(identifier, verdict.canonical)]
+            changes[identifier] = ResultChange(ValidateState.INVALID, reason=f"distance {apart:.2g}")
+        return Decision(
+            changes,
+            canonical=verdict.canonical,
+            workunit={
+                "need_validate": 0,
+                "canonical_resultid": verdict.canonical,
+                "assimilate_state": int(AssimilateState.READY),
+                # Not now: the assimilator wakes the transitioner when it is done (facts in sched/validator.cpp).
+                "transition_time": NEVER,
+            },
+            retire_unsent=True,
+        )
+    return _no_consensus(workunit, len(copies), changes, [copy.identifier for copy in copies], now)
+
+
+def _no_consensus(
+    workunit: Row, good: int, changes: dict[int, ResultChange], undecided: Sequence[int], now: int
+) -> Decision:
+    """More copies must tell: ask for one more, unless there have been too many successes already."""
+    fields: dict[str, Any] = {"need_validate": 0}
+    for identifier in undecided:
+        changes[identifier] = ResultChange(ValidateState.INCONCLUSIVE)
+    if any(change.validate_state == ValidateState.INVALID for change in changes.values()):
+        fields["transition_time"] = now
+    if good > workunit["max_success_results"]:
+        fields["error_mask"] = int(workunit["error_mask"]) | int(ErrorMask.TOO_MANY_SUCCESS_RESULTS)
+        fields["transition_time"] = now
+    elif good >= workunit["target_nresults"]:
+        fields["target_nresults"] = good + 1
+        fields["transition_time"] = now
+    return Decision(changes, workunit=fields, note=f"no agreement among {good} copies")

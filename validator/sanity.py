@@ -1,0 +1,78 @@
+"""Is one uploaded file what its microtask asked for? (BOINC's init_result, sched/validate_util2.cpp)
+
+`load` reads the files of one result and answers with the decoded update, or with InvalidResult (the
+volunteer's file is wrong: outcome VALIDATE_ERROR) or TransientError (our storage is away: judge nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from boinc_project import templates
+from boinc_project.contract.codecs import Codec
+from boinc_project.contract.errors import InvalidResult, TransientError
+from boinc_project.contract.microtask import UPDATE_FILE
+from boinc_project.contract.opset import TensorType
+from boinc_project.contract.update import Update, max_update_bytes, read_update
+from boinc_project.project_tree import ProjectTree
+
+# Errors of the operating system that say something about our storage, not about the volunteer's file.
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A readable update, and the SHA-256 of the file it came from."""
+
+    update: Update
+    sha256: str
+    path: Path
+
+
+def load(
+    tree: ProjectTree, result: Mapping[str, Any], types: Mapping[str, TensorType], codec: Codec, microtask_digest: str
+) -> Payload:
+    """Read and check the output of a result. Raises InvalidResult or TransientError."""
+    path = output_path(tree, result)
+    data = read_output(tree, path, max_update_bytes(types, codec))
+    update = read_update(data, types, codec, microtask_digest)
+    _check_weights(update)
+    return Payload(update, hashlib.sha256(data).hexdigest(), path)
+
+
+def output_path(tree: ProjectTree, result: Mapping[str, Any]) -> Path:
+    """Where the update of a result was uploaded to; raises InvalidResult if the result names none."""
+    for file in templates.output_files(str(result["xml_doc_in"] or "")):
+        if file.open_name == UPDATE_FILE:
+            return tree.upload_path(file.name)
+    raise InvalidResult(f"the result names no output file {UPDATE_FILE}", fault="missing_file")
+
+
+def read_output(tree: ProjectTree, path: Path, max_bytes: int) -> bytes:
+    """The bytes of an uploaded file. InvalidResult if it is absent, no file or too large; TransientError if
+    the storage cannot answer."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidResult(f"{path.name} is not a file", fault="not_a_file")
+        if status.st_size > max_bytes:
+            raise InvalidResult(f"{path.name} has {status.st_size} bytes, more than {max_bytes}", fault="too_large")
+        return path.read_bytes()
+    except _ABSENT as error:
+        if not tree.config.upload_dir.is_dir() or not any(tree.config.upload_dir.iterdir()):
+            raise TransientError(f"the upload directory {tree.config.upload_dir} is missing or empty") from error
+        raise InvalidResult(f"{path.name} was never uploaded", fault="missing_file") from error
+    except OSError as error:
+        raise TransientError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_weights(update: Update) -> None:
+    """An update without any movement is no gradient: refused even if all copies agree on it."""
+    moving = [a for name, a in update.tensors.items() if name.startswith(("gradient/", "delta/"))]
+    if moving and not any(a.any() for a in moving):
+        raise InvalidResult("every element of the update is zero", fault="all_zero")

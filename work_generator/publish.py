@@ -1,0 +1,233 @@
+"""Makes a job: checks it against the deployed app versions, writes its folder, publishes its files.
+
+    publish_job(tree, database, job, exported)  ->  job id
+
+Everything is staged first and the row of gt_job comes last, so an interrupted attempt leaves no job, and
+trying again publishes the same files under the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+
+from boinc_project import store, templates
+from boinc_project.contract import tensorfile
+from boinc_project.contract.codecs import Codec
+from boinc_project.contract.estimates import memory_bytes, step_flops
+from boinc_project.contract.graph import Graph
+from boinc_project.contract.microtask import UPDATE_FILE
+from boinc_project.contract.opset import OPSET
+from boinc_project.contract.update import max_update_bytes, update_types
+from boinc_project.database import Database
+from boinc_project.gt_tables import JobState, gt_job, gt_version
+from boinc_project.job_config import JobConfig, JobError
+from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Published, Shard, sha256
+from boinc_project.project_tree import ProjectTree
+from work_generator.export import ExportedJob
+from work_generator.job import Job
+from work_generator.workunits import data_plan, steps_of
+
+Array = npt.NDArray[Any]
+
+SHARD_BYTES = 8 << 20  # of one data shard where job.toml does not say how many samples it holds
+OPERATORS_FILE = "operators.json"  # beside an app version: the operators it knows
+
+Progress = Callable[[str], None]
+
+
+def publish_job(
+    tree: ProjectTree, database: Database, job: Job, exported: ExportedJob, app: str, progress: Progress
+) -> int:
+    """Create the job in the project; returns its id. Raises JobError with the remedy."""
+    config = job.config
+    appid = store.app_id(database, app)
+    if appid is None:
+        raise JobError(f"the project has no app {app!r}; publish an app version first (boinc-train build-app)")
+    with database.read() as connection:
+        deployed = store.deployed_versions(connection, appid)
+        if store.job_named(connection, config.job.name) is not None:
+            raise JobError(f"the project already has a job {config.job.name!r}; choose another name in [job]")
+    if not deployed:
+        raise JobError(f"the app {app!r} has no version that volunteers could run; run boinc-train build-app first")
+    graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
+    check_operators(graphs, deployed_operators(tree.project_dir / "apps" / app))
+
+    folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
+    folder.create()
+    progress("publishing graphs")
+    publish = _Publisher(tree, config.job.name)
+    graph = publish.file(folder.gradient_graph_path, "graph", exported.gradient.to_bytes(), ".json.zst")
+    optimizer = (
+        publish.file(folder.optimizer_graph_path, "optimizer", exported.optimizer.to_bytes(), ".json.zst")
+        if exported.optimizer is not None
+        else None
+    )
+    evaluation = publish.file(folder.evaluation_graph_path, "evaluation", exported.evaluation.to_bytes(), ".json.zst")
+    constants = (
+        publish.file(folder.constants_path, "constants", tensorfile.to_bytes(exported.constants), ".safetensors")
+        if exported.constants
+        else None
+    )
+    train = _shards(job, "train", folder, publish, progress)
+    test = _shards(job, "test", folder, publish, progress) if "test" in job.data else ()
+
+    steps = steps_of(config)
+    mode = "local-steps" if config.train.policy == "diloco" else "gradient"
+    types = update_types(exported.gradient, mode, steps)
+    codec = Codec(config.codec.kind, config.codec.block, config.codec.compression)
+    facts = JobFacts(
+        graph=graph,
+        optimizer=optimizer,
+        evaluation=evaluation,
+        constants=constants,
+        train=train,
+        test=test,
+        step_flops=step_flops(exported.gradient, exported.optimizer),
+        memory_bytes=memory_bytes(
+            exported.gradient, exported.optimizer, types, sum(shard.file.size for shard in train[:2])
+        ),
+        max_update_bytes=max_update_bytes(types, codec),
+        full_batches=exported.needs_full_batches,
+        output_template=f"templates/gt_{config.job.name}_out",
+    )
+    if data_plan(config, facts).batches_per_epoch < 1:
+        raise JobError(
+            f"the training data have {sum(s.rows for s in train)} samples, fewer than one batch of"
+            f" {config.data.batch_size}; lower batch_size in [data] (a loss that returns one scalar needs full batches)"
+        )
+    _write_template(tree.project_dir / facts.output_template, facts.max_update_bytes)
+    progress("publishing version 0")
+    state_path, digest, _ = folder.write_version(0, exported.state, {})
+    state = publish.state(0, state_path.read_bytes())
+    with database.transaction() as connection:
+        job_id = _insert_job(connection, config, facts, folder, appid)
+        _insert_version_zero(connection, job_id, digest, state.size)
+        for kind, file in _all_files(facts):
+            store.record_file(connection, job_id, kind, file)
+        store.record_file(connection, job_id, "state", state, version=0)
+    return job_id
+
+
+def check_operators(graphs: list[Graph], known: set[str]) -> None:
+    """Refuse a job that a deployed app version could not run, before any workunit exists."""
+    for graph in graphs:
+        missing = sorted(graph.operators() - known)
+        if missing:
+            raise JobError(
+                f"the model needs the operator {missing[0]!r}, which a deployed version of the app does not know;"
+                " publish a newer app version (boinc-train build-app) and deprecate the old one, or change the model"
+            )
+
+
+def deployed_operators(app_folder: Path) -> set[str]:
+    """Operators that every deployed version of the app knows (operators.json in each version's folder)."""
+    known = set(OPSET)
+    for path in sorted(app_folder.glob(f"*/*/{OPERATORS_FILE}")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise JobError(f"{path} cannot be read ({error}); run boinc-train build-app again") from error
+        known &= {str(name) for name in found}
+    return known
+
+
+class _Publisher:
+    """Stages files under names that carry their contents' digest."""
+
+    def __init__(self, tree: ProjectTree, job: str) -> None:
+        self._tree = tree
+        self._job = job
+
+    def file(self, path: Path, kind: str, data: bytes, suffix: str) -> Published:
+        """Keep `data` in the job's folder and publish it."""
+        tensorfile.write_bytes(path, data)
+        return self._stage(f"gt_{self._job}_{kind}_{sha256(data)[:16]}{suffix}", data)
+
+    def state(self, version: int, data: bytes) -> Published:
+        return self._stage(state_file_name(self._job, version, sha256(data)), data)
+
+    def _stage(self, name: str, data: bytes) -> Published:
+        staged = self._tree.stage_file(data, name)
+        return Published(name, sha256(data), staged.md5, staged.nbytes)
+
+
+def state_file_name(job: str, version: int, digest: str) -> str:
+    """Physical name of a model version's state."""
+    return f"gt_{job}_v{version}_{digest[:16]}.safetensors"
+
+
+def _shards(job: Job, split: str, folder: JobFolder, publish: _Publisher, progress: Progress) -> tuple[Shard, ...]:
+    fields = {f"batch/{name}": tensor.numpy() for name, tensor in job.data[split].items()}
+    samples = len(next(iter(fields.values())))
+    per_sample = max(1, sum(array[:1].nbytes for array in fields.values()))
+    size = job.config.data.shard_samples or max(job.config.data.batch_size, SHARD_BYTES // per_sample)
+    made = []
+    for number, start in enumerate(range(0, samples, size)):
+        progress(f"publishing {split} data, shard {number + 1} of {-(-samples // size)}")
+        piece: Mapping[str, Array] = {n: np.ascontiguousarray(a[start : start + size]) for n, a in fields.items()}
+        data = tensorfile.to_bytes(piece)
+        path = folder.shard_path(split, number)
+        if split == "train":
+            file = publish.file(path, f"{split}{number}", data, ".safetensors")
+        else:  # held-out data never leave the server: who knows them can please the evaluation
+            tensorfile.write_bytes(path, data)
+            file = Published(path.name, sha256(data), "", len(data))
+        made.append(Shard(file, len(next(iter(piece.values())))))
+    return tuple(made)
+
+
+def _write_template(path: Path, max_nbytes: int) -> None:
+    text = templates.output_template([templates.OutputReference(open_name=UPDATE_FILE, max_nbytes=max_nbytes)])
+    templates.check_output_template(text)
+    tensorfile.write_bytes(path, text.encode())
+
+
+def _insert_job(connection: sa.Connection, config: JobConfig, facts: JobFacts, folder: JobFolder, appid: int) -> int:
+    done = connection.execute(
+        sa.insert(gt_job).values(
+            name=config.job.name,
+            appid=appid,
+            create_time=int(time.time()),
+            state=str(JobState.RUNNING),
+            note="",
+            config=config.canonical_json(),
+            folder=str(folder.path),
+            facts=facts.to_json(),
+            current_version=0,
+        )
+    )
+    key = done.inserted_primary_key
+    assert key is not None
+    return int(key[0])
+
+
+def _insert_version_zero(connection: sa.Connection, job_id: int, digest: str, size: int) -> None:
+    connection.execute(
+        sa.insert(gt_version).values(
+            job_id=job_id,
+            version=0,
+            create_time=time.time(),
+            state_sha256=digest,
+            state_bytes=size,
+            optimizer_sha256="",
+            contributions=0,
+            samples=0,
+            loss=None,
+            evaluation="",
+        )
+    )
+
+
+def _all_files(facts: JobFacts) -> list[tuple[str, Published]]:
+    found = [("graph", facts.graph)]
+    found += [("optimizer", facts.optimizer)] if facts.optimizer else []
+    found += [("constants", facts.constants)] if facts.constants else []
+    return found + [("evaluation", facts.evaluation)] + [("shard", shard.file) for shard in facts.train]
