@@ -1,0 +1,92 @@
+"""What a backend is: a table from operator to the function that prepares one node, and a few conversions.
+
+Preparing and running are apart: an entry of the table is called once for each node of a graph with everything
+that is known before any tensor exists (`Call`), and returns the `Kernel` that each run then calls with tensors
+only. Choosing a variant, resolving attributes and compiling happen once; running has nothing left to decide.
+
+Every backend has the same operators as the opset. The numpy backend is the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Protocol, Union
+
+import numpy as np
+
+from boinc_project.contract.opset import TensorType
+
+Tensor = Any  # the backend's own tensor class
+Kernel = Callable[..., Any]  # the node's inputs (None where absent) -> its output, or a tuple where several
+Prepare = Callable[["Call"], Kernel]
+Number = Union[int, float, bool]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a node before it runs.
+
+    `immediates` gives, for each input, its value where it is a 0-d constant, otherwise None: a backend may use
+    the number instead of the tensor (which is passed all the same).
+    """
+
+    op: str
+    attrs: Mapping[str, Any]
+    inputs: tuple[Optional[TensorType], ...]
+    outputs: tuple[TensorType, ...]
+    immediates: tuple[Optional[Number], ...]
+
+    def input(self, position: int) -> TensorType:
+        """The type of an input that is not optional."""
+        given = self.inputs[position]
+        assert given is not None, f"{self.op}: input {position} is absent"
+        return given
+
+
+class OutOfRange(IndexError):
+    """A tensor holds an index beyond the dimension it selects from."""
+
+
+class Backend(Protocol):
+    """Where a graph runs."""
+
+    @property
+    def name(self) -> str:
+        """`numpy`, `torch` or `opencl`."""
+
+    @property
+    def ops(self) -> Mapping[str, Prepare]:
+        """Operator -> how to prepare it; the keys are those of OPSET."""
+
+    def describe(self) -> Mapping[str, str]:
+        """Device, library versions and precision settings, for the result's metadata."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Entered around every run (floating-point error state, no autograd, ...)."""
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """A tensor with the array's dtype, shape and values; it may share memory with the array."""
+
+    def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """The tensor's values on the host; it may share memory with the tensor."""
+
+    def type_of(self, tensor: Tensor) -> TensorType:
+        """The tensor's dtype and shape."""
+
+    def synchronize(self) -> None:
+        """Wait until everything asked for has been computed."""
+
+
+def out_of_range(low: int, high: int, size: int) -> OutOfRange:
+    """The error of an index tensor with the values low..high where 0..size-1 are valid."""
+    return OutOfRange(f"index {low if low < 0 else high} is out of range for a dimension of size {size}")
+
+
+def element_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Distance in elements between neighbours along each dimension of a dense tensor."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
