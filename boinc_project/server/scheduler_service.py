@@ -1,0 +1,411 @@
+"""The scheduler's effects: reads what a request needs, lets `scheduler.py` decide, writes the changes.
+
+Requests that arrive together share one database transaction and so one durable commit; they are decided one
+after the other inside it, so that two of them can never be given the same result. A reply is handed out only
+after the commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from boinc_project import database
+from boinc_project.database import Database
+from boinc_project.project_tree import ProjectTree
+from boinc_project.server import scheduler
+from boinc_project.server.messages import (
+    RequestError,
+    SchedulerReply,
+    SchedulerRequest,
+    format_reply,
+    parse_request,
+)
+from boinc_project.server.scheduler import Changes, Documents, Identity, Snapshot
+from boinc_project.server.transitioner import Transitioner
+from boinc_project.server.versions import VersionTable, read_plan_classes
+from boinc_project.states import Outcome, ServerState
+
+log = logging.getLogger(__name__)
+
+#: Unsent results looked at for one request; a request is given far fewer.
+MAX_CANDIDATES = 60
+
+#: Seconds for which apps, versions and plan classes are kept before they are read again.
+STATIC_TABLES_TTL_S = 1.0
+
+#: Longest chain of replaced hosts that is followed.
+_MAX_ZOMBIES = 20
+
+#: Indexes of ours beside BOINC's (SQLite only): they hold only the rows that the scheduler looks for, so that
+#: a request costs the same however many results the project has seen.
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS gt_unsent ON result (priority DESC, workunitid, id) WHERE server_state = 2",
+    "CREATE INDEX IF NOT EXISTS gt_in_progress ON result (hostid) WHERE server_state = 4",
+)
+
+_U, _H, _R, _W = database.user, database.host, database.result, database.workunit
+_HAV, _AV = database.host_app_version, database.app_version
+
+#: Result and workunit columns of a joined row, without the XML.
+_JOINED = (
+    *(
+        _R.c[name]
+        for name in (
+            "id",
+            "name",
+            "workunitid",
+            "appid",
+            "app_version_id",
+            "server_state",
+            "outcome",
+            "hostid",
+            "userid",
+            "sent_time",
+            "received_time",
+            "report_deadline",
+        )
+    ),
+    *(
+        _W.c[name].label(f"wu_{name}")
+        for name in (
+            "name",
+            "rsc_fpops_est",
+            "rsc_fpops_bound",
+            "rsc_memory_bound",
+            "rsc_disk_bound",
+            "delay_bound",
+            "error_mask",
+            "assimilate_state",
+            "canonical_resultid",
+            "app_version_id",
+            "app_version_num",
+        )
+    ),
+)
+_JOIN = sa.select(*_JOINED).join_from(_R, _W, _W.c.id == _R.c.workunitid)
+
+# Literals, not parameters: SQLite uses a partial index only if it can see the condition.
+_IS_UNSENT = _R.c.server_state == sa.literal_column(str(int(ServerState.UNSENT)))
+_IS_IN_PROGRESS = _R.c.server_state == sa.literal_column(str(int(ServerState.IN_PROGRESS)))
+
+_ON_HOST = _JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS)
+_HOST = sa.select(_H).where(_H.c.id == sa.bindparam("id"))
+_USER = sa.select(_U).where(_U.c.id == sa.bindparam("id"))
+_USER_BY_KEY = sa.select(_U).where(_U.c.authenticator == sa.bindparam("key"))
+_SPEEDS = sa.select(_HAV).where(_HAV.c.host_id == sa.bindparam("hostid"))
+
+
+def _candidates(per_user: bool, per_host: bool) -> sa.Select[Any]:
+    """Unsent results in the order of BOINC's feeder, without those whose workunit this user or host has."""
+    sibling = _R.alias("sibling")
+    failed = sa.and_(
+        sibling.c.server_state == int(ServerState.OVER),
+        sibling.c.outcome.in_([int(outcome) for outcome in scheduler.FAILED_OUTCOMES]),
+    )
+    owners = []
+    if per_user:
+        owners.append(sibling.c.userid == sa.bindparam("userid"))
+    if per_host or per_user:
+        owners.append(sibling.c.hostid == sa.bindparam("hostid"))
+    query = _JOIN.where(_IS_UNSENT, _W.c.error_mask == 0, _W.c.transitioner_flags == 0)
+    if owners:
+        taken = sa.exists().where(sibling.c.workunitid == _R.c.workunitid, sa.or_(*owners), sa.not_(failed))
+        query = query.where(sa.not_(taken))
+    return query.order_by(_R.c.priority.desc(), _R.c.workunitid, _R.c.id).limit(MAX_CANDIDATES)
+
+
+class SchedulerService:
+    """Answers scheduler requests. Use it from one thread at a time."""
+
+    def __init__(
+        self,
+        tree: ProjectTree,
+        db: Database,
+        transitioner: Transitioner,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tree, self.db, self.config = tree, db, tree.config
+        self.transitioner = transitioner
+        self.clock = clock
+        self.code_sign_key = tree.code_sign_public().text()
+        self._candidates = _candidates(
+            self.config.one_result_per_user_per_wu, self.config.one_result_per_host_per_wu
+        )
+        self._static = _StaticTables(tree)
+
+    def answer(self, bodies: Sequence[bytes]) -> list[bytes]:
+        """The reply to each request body, in order, after one durable commit for all."""
+        if self.tree.is_triggered("stop_sched"):
+            return [format_reply(scheduler.stopped_reply(self.config))] * len(bodies)
+        requests = [self._parsed(body) for body in bodies]
+        try:
+            with self.db.transaction() as connection:
+                replies = [self._answer_one(connection, request) for request in requests]
+        except Exception as error:
+            # One request must not spoil the others: each gets a transaction of its own.
+            if len(bodies) > 1:
+                return [reply for body in bodies for reply in self.answer([body])]
+            log.exception("a scheduler request failed")
+            text = f"Project encountered an internal error ({type(error).__name__}); it will be retried"
+            replies = [scheduler.error_reply(self.config, text)]
+        return [format_reply(reply) for reply in replies]
+
+    def _parsed(self, body: bytes) -> SchedulerRequest | RequestError:
+        try:
+            return parse_request(body)
+        except RequestError as error:
+            return error
+
+    def _answer_one(self, connection: Connection, request: SchedulerRequest | RequestError) -> SchedulerReply:
+        if isinstance(request, RequestError):
+            return scheduler.error_reply(self.config, f"Error in request message: {request}")
+        identity = self._identify(connection, request)
+        if identity.user is None:
+            return scheduler.refuse(self.config)
+        now = int(self.clock())
+        host = identity.host or self._find_or_make_host(connection, request, identity.user, now)
+        snapshot = self._snapshot(
+            connection, request, identity.user, host, now, new_to_client=identity.host is None
+        )
+        decision = scheduler.decide(request, snapshot, self.config)
+        self._write(connection, decision.changes, snapshot)
+        if not decision.changes.sent:
+            return decision.reply
+        documents = _documents(connection, decision.changes)
+        return scheduler.complete_reply(decision, snapshot.apps, documents)
+
+    # Who asks.
+
+    def _identify(self, connection: Connection, request: SchedulerRequest) -> Identity:
+        host = self._living_host(connection, request.hostid)
+        host_user = _row(connection, _USER, id=host["userid"]) if host else None
+        key_user = None
+        if host_user is None or not scheduler.accepts_key(host_user, request.authenticator):
+            key_user = self._user_by_key(connection, request.authenticator)
+        identity = scheduler.identify(request, host, host_user, key_user)
+        return identity
+
+    def _living_host(self, connection: Connection, hostid: int) -> dict[str, Any] | None:
+        for _ in range(_MAX_ZOMBIES):
+            host = _row(connection, _HOST, id=hostid) if hostid else None
+            if host is None or host["userid"]:
+                return host
+            hostid = host["rpc_seqno"]  # replaced: the successor's id stands here
+        return None
+
+    def _user_by_key(self, connection: Connection, key: str) -> dict[str, Any] | None:
+        if not key:
+            return None
+        userid, separator, _ = key.partition("_")
+        if separator and userid.isdecimal() and len(userid) < 10:
+            user = _row(connection, _USER, id=int(userid))
+            return user if user and scheduler.accepts_key(user, key) else None
+        return _row(connection, _USER_BY_KEY, key=key)
+
+    def _find_or_make_host(
+        self, connection: Connection, request: SchedulerRequest, user: Mapping[str, Any], now: int
+    ) -> dict[str, Any]:
+        hosts = _rows(connection.execute(sa.select(_H).where(_H.c.userid == user["id"])))
+        known = scheduler.similar_host(request, user, hosts)
+        if known is not None:
+            if scheduler.should_detach(request):
+                self._detach(connection, int(known["id"]), now)
+            return dict(known)
+        columns = scheduler.host_columns(request, user, now)
+        columns.update(userid=user["id"], create_time=now, rpc_seqno=0, rpc_time=0, expavg_time=now)
+        row = database.new_row(_H, **columns)
+        outcome = connection.execute(_H.insert(), row)
+        key = outcome.inserted_primary_key
+        assert key is not None
+        log.info("[HOST#%d] new host of [USER#%d]", key[0], user["id"])
+        return {**row, "id": int(key[0])}
+
+    def _detach(self, connection: Connection, hostid: int, now: int) -> None:
+        """The client lost what it had in progress: those results are over."""
+        lost = connection.execute(
+            sa.select(_R.c.id, _R.c.workunitid).where(_R.c.hostid == hostid, _IS_IN_PROGRESS)
+        ).all()
+        if lost:
+            connection.execute(
+                _R.update()
+                .where(_R.c.id.in_([row.id for row in lost]))
+                .values(
+                    server_state=int(ServerState.OVER),
+                    outcome=int(Outcome.CLIENT_DETACHED),
+                    received_time=now,
+                )
+            )
+            self._transition(connection, {int(row.workunitid) for row in lost}, now)
+
+    # What the database says.
+
+    def _snapshot(
+        self,
+        connection: Connection,
+        request: SchedulerRequest,
+        user: Mapping[str, Any],
+        host: Mapping[str, Any],
+        now: int,
+        *,
+        new_to_client: bool,
+    ) -> Snapshot:
+        static = self._static.current(connection, self.clock())
+        hostid = host["id"]
+        on_host = _rows(connection.execute(_ON_HOST, {"hostid": hostid}))
+        known = {row["name"] for row in on_host}
+        may_send = request.wants_work and not scheduler.wait_before_work(request, host, now, self.config)
+        candidates: list[dict[str, Any]] = []
+        if may_send:
+            candidates = _rows(connection.execute(self._candidates, {"userid": user["id"], "hostid": hostid}))
+        speeds: list[dict[str, Any]] = []
+        if candidates or request.results or on_host:
+            speeds = _rows(connection.execute(_SPEEDS, {"hostid": hostid}))
+        return Snapshot(
+            now=now,
+            user=user,
+            host=host,
+            team_name=_team_name(connection, user["teamid"]),
+            new_to_client=new_to_client,
+            apps=static.apps,
+            versions=static.versions,
+            reported=_by_name(connection, (result.name for result in request.results)),
+            on_host=on_host,
+            other=_by_name(connection, request.other_results - known),
+            candidates=[row for row in candidates if row["appid"] in static.apps],
+            speeds={row["app_version_id"]: row for row in speeds},
+            code_sign_key=self.code_sign_key,
+        )
+
+    # What changes.
+
+    def _write(self, connection: Connection, changes: Changes, snapshot: Snapshot) -> None:
+        hostid, now = snapshot.host["id"], snapshot.now
+        connection.execute(_H.update().where(_H.c.id == hostid).values(**changes.host))
+        for result_id, columns in changes.results.items():
+            connection.execute(_R.update().where(_R.c.id == result_id).values(**columns))
+        self._send(connection, changes, snapshot)
+        for version_id, columns in changes.speeds.items():
+            where = (_HAV.c.host_id == hostid) & (_HAV.c.app_version_id == version_id)
+            connection.execute(_HAV.update().where(where).values(**columns))
+        for version_id, columns in changes.new_speeds.items():
+            row = database.new_row(_HAV, host_id=hostid, app_version_id=version_id, **columns)
+            connection.execute(_HAV.insert(), row)
+        for message in changes.messages:
+            row = database.new_row(
+                database.msg_from_host,
+                create_time=now,
+                hostid=hostid,
+                variety=message.variety,
+                xml=f"<result_name>{message.result_name}</result_name>\n<time>{message.time}</time>\n"
+                f"{message.text}\n",
+            )
+            connection.execute(database.msg_from_host.insert(), row)
+        self._transition(connection, changes.transition_now, now)
+
+    def _send(self, connection: Connection, changes: Changes, snapshot: Snapshot) -> None:
+        grace = self.config.report_grace_period
+        for assignment in changes.sent:
+            deadline = assignment.deadline + grace
+            expected = ServerState.IN_PROGRESS if assignment.resend else ServerState.UNSENT
+            columns: dict[str, Any] = {
+                "report_deadline": deadline,
+                "flops_estimate": assignment.version.flops,
+                "app_version_id": assignment.version.id,
+            }
+            if not assignment.resend:
+                columns |= {
+                    "server_state": int(ServerState.IN_PROGRESS),
+                    "hostid": snapshot.host["id"],
+                    "userid": snapshot.user["id"],
+                    "sent_time": snapshot.now,
+                }
+            row = assignment.result
+            where = (_R.c.id == row["id"]) & (_R.c.server_state == int(expected))
+            claimed = connection.execute(_R.update().where(where).values(**columns)).rowcount
+            if claimed != 1:
+                raise RuntimeError(f"[RESULT#{row['id']} {row['name']}] was taken while it was being sent")
+            workunit: dict[str, Any] = {
+                "transition_time": sa.case(
+                    (_W.c.transition_time > deadline + 1, deadline + 1), else_=_W.c.transition_time
+                )
+            }
+            if snapshot.apps[row["appid"]]["homogeneous_app_version"] and not row["wu_app_version_id"]:
+                workunit["app_version_id"] = assignment.version.id
+            connection.execute(_W.update().where(_W.c.id == row["workunitid"]).values(**workunit))
+
+    def _transition(self, connection: Connection, workunits: Iterable[int], now: int) -> None:
+        """What a stock project's transitioner would do some seconds later is done at once."""
+        ids = sorted(workunits)
+        if ids:
+            connection.execute(_W.update().where(_W.c.id.in_(ids)).values(transition_time=now))
+            self.transitioner.transition_workunits(connection, ids)
+
+
+class _StaticTables:
+    """Apps, app versions and plan classes, read again when they are older than STATIC_TABLES_TTL_S."""
+
+    def __init__(self, tree: ProjectTree) -> None:
+        self._plan_class_file = tree.project_dir / "plan_class_spec.xml"
+        self._read_at = float("-inf")
+        self.apps: dict[int, dict[str, Any]] = {}
+        self.versions = VersionTable()
+
+    def current(self, connection: Connection, now: float) -> _StaticTables:
+        if not 0 <= now - self._read_at < STATIC_TABLES_TTL_S:
+            platform = database.platform
+            query = sa.select(_AV, platform.c.name.label("platform")).join_from(
+                _AV, platform, platform.c.id == _AV.c.platformid
+            )
+            apps = _rows(connection.execute(sa.select(database.app).where(database.app.c.deprecated == 0)))
+            self.apps = {row["id"]: row for row in apps}
+            self.versions = VersionTable(
+                versions=_rows(connection.execute(query)),
+                plan_classes=read_plan_classes(self._plan_class_file),
+            )
+            self._read_at = now
+        return self
+
+
+def _row(connection: Connection, query: sa.Select[Any], **parameters: Any) -> dict[str, Any] | None:
+    found = connection.execute(query, parameters).mappings().first()
+    return None if found is None else {str(key): value for key, value in found.items()}
+
+
+def _rows(outcome: sa.CursorResult[Any]) -> list[dict[str, Any]]:
+    names = list(outcome.keys())
+    return [dict(zip(names, row, strict=True)) for row in outcome]
+
+
+def _by_name(connection: Connection, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    wanted = sorted({name for name in names if name})
+    found: dict[str, dict[str, Any]] = {}
+    for start in range(0, len(wanted), 500):  # SQLite bounds the number of parameters
+        query = _JOIN.where(_R.c.name.in_(wanted[start : start + 500]))
+        found.update((row["name"], row) for row in _rows(connection.execute(query)))
+    return found
+
+
+def _team_name(connection: Connection, teamid: int) -> str:
+    if not teamid:
+        return ""
+    return connection.scalar(sa.select(database.team.c.name).where(database.team.c.id == teamid)) or ""
+
+
+def _documents(connection: Connection, changes: Changes) -> Documents:
+    results = [each.result["id"] for each in changes.sent]
+    workunits = [each.result["workunitid"] for each in changes.sent]
+    return Documents(
+        workunits=_xml(connection, sa.select(_W.c.id, _W.c.xml_doc).where(_W.c.id.in_(workunits))),
+        results=_xml(connection, sa.select(_R.c.id, _R.c.xml_doc_in).where(_R.c.id.in_(results))),
+    )
+
+
+def _xml(connection: Connection, query: sa.Select[Any]) -> dict[int, str]:
+    return {int(key): text or "" for key, text in connection.execute(query)}
