@@ -15,8 +15,7 @@ from typing import Any
 from boinc_project.gt_tables import MicrotaskState
 from boinc_project.job_config import JobConfig
 from boinc_project.states import NEVER
-
-MAX_ATTEMPTS = 3  # workunits for one slot; after that its samples are skipped and reported
+from boinc_project.supply_limits import MAX_ATTEMPTS
 
 Row = Mapping[str, Any]
 

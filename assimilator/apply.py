@@ -1,0 +1,232 @@
+"""Apply: a complete round becomes the next model version.
+
+    commit   (short transaction, job's row locked) which contributions, in which order, make the version
+    compute  (no transaction) fold them, take the optimizer's step, check that every weight is finite
+    publish  write the version's files, stage the state for download
+    finish   (short transaction) gt_version row, current_version + 1, ledger rows APPLIED
+
+A crash between any two of these is mended by doing the rest again: a committed round is computed from the
+same bytes in the same order, so it gives the same version, under the same file names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+
+from assimilator.aggregation import Contribution, NothingToFold, fold
+from assimilator.intake import decode
+from assimilator.optimizers import AdamW, Optimizer, Sgd
+from boinc_project import store
+from boinc_project.contract.errors import ContractError
+from boinc_project.database import Database
+from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_version
+from boinc_project.job_config import JobConfig
+from boinc_project.job_folder import Published
+from boinc_project.project_tree import ProjectTree
+from boinc_project.store import JobRow, Member
+from boinc_project.supply_limits import MAX_ATTEMPTS
+
+Array = npt.NDArray[Any]
+Row = Mapping[str, Any]
+log = logging.getLogger("assimilator")
+
+
+class VersionNotFinite(Exception):
+    """The step would put NaN or infinity into the model."""
+
+
+@dataclass(frozen=True)
+class NewVersion:
+    """The outcome of a round before it is written."""
+
+    state: dict[str, Array]
+    optimizer: dict[str, Array]
+    samples: int
+
+
+def round_to_commit(microtasks: Sequence[Row], entries: Sequence[Row], slots: int) -> list[Row] | None:
+    """The ledger rows that make the next version in slot order, or None while the round is open.
+
+    A slot counts as closed when its gradient is in the ledger, or when it has failed so often that its
+    samples are skipped. A round in which every slot failed is never closed: there is nothing to apply.
+    """
+    by_slot = {int(row["slot"]): row for row in entries if row["disposition"] == Disposition.PENDING}
+    for slot in range(slots):
+        failures = sum(1 for m in microtasks if m["slot"] == slot and m["state"] == MicrotaskState.FAILED)
+        if slot not in by_slot and failures < MAX_ATTEMPTS:
+            return None
+    return [by_slot[slot] for slot in sorted(by_slot)] or None
+
+
+def optimizer_of(config: JobConfig) -> Optimizer:
+    """The server's (outer) optimizer of a job."""
+    section = config.optimizer
+    if section.kind == "adamw":
+        return AdamW(section.betas, section.eps, section.weight_decay)
+    return Sgd(section.momentum, section.nesterov, section.weight_decay)
+
+
+def server_learning_rate(config: JobConfig, version: int) -> float:
+    """Rate of the step that makes version + 1: scheduled for sync, constant for diloco's outer step."""
+    if config.train.policy == "diloco":
+        return config.optimizer.lr
+    return config.learning_rate(version)
+
+
+def compute(
+    config: JobConfig,
+    version: int,
+    state: Mapping[str, Array],
+    optimizer: Mapping[str, Array],
+    contributions: Sequence[Contribution],
+) -> NewVersion:
+    """Fold the contributions into `state` (of `version`) and take one step. Raises NothingToFold, VersionNotFinite."""
+    gradient, buffers, samples = fold(contributions, config.train.policy)
+    parameters = {name[len("parameter/") :]: a for name, a in state.items() if name.startswith("parameter/")}
+    stepped, new_optimizer = optimizer_of(config).step(
+        parameters, gradient, optimizer, version + 1, server_learning_rate(config, version)
+    )
+    new_state = {f"parameter/{name}": array for name, array in stepped.items()}
+    for name, array in state.items():
+        if name.startswith("buffer/"):
+            new_state[name] = buffers.get(name[len("buffer/") :], array)
+    for name, array in [*new_state.items(), *new_optimizer.items()]:
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise VersionNotFinite(f"{name} of version {version + 1} would not be finite")
+    return NewVersion({name: new_state[name] for name in sorted(new_state)}, new_optimizer, samples)
+
+
+class Applier:
+    """Turns complete rounds of one project's jobs into versions."""
+
+    def __init__(self, database: Database, tree: ProjectTree) -> None:
+        self._database = database
+        self._tree = tree
+
+    def advance(self, job: JobRow) -> bool:
+        """Make the job's next version if its round is complete; returns whether it did."""
+        version = job.current_version
+        members = self._commit(job, version)
+        if members is None:
+            return False
+        with self._database.read() as connection:
+            entries = {str(r["workunit_name"]): r for r in store.ledger_of_version(connection, job.id, version)}
+            tasks = {name: store.microtask_of(connection, name) for name in entries}
+            base = store.version_row(connection, job.id, version)
+        assert base is not None, (job.name, version)
+        chosen = [entries[member.workunit_name] for member in members]
+        contributions = [
+            Contribution(
+                int(row["slot"]), int(row["samples"]), self._loader(job, row, tasks[str(row["workunit_name"])])
+            )
+            for row in chosen
+        ]
+        try:
+            state = job.folder.read_state(version, str(base["state_sha256"]))
+            optimizer = job.folder.read_optimizer(version, str(base["optimizer_sha256"]))
+            made = compute(job.config, version, state, optimizer, contributions)
+        except (VersionNotFinite, NothingToFold, ContractError, OSError) as error:
+            self._hold(job, str(error))
+            return False
+        self._publish(job, version + 1, made, chosen)
+        return True
+
+    def _commit(self, job: JobRow, version: int) -> list[Member] | None:
+        with self._database.read() as connection:
+            members = store.round_members(connection, job.id, version + 1)
+            if members is not None:
+                return members  # committed before a crash: go on from there
+            if self._complete(connection, job, version) is None:
+                return None
+        with self._database.transaction() as connection:
+            locked = store.lock_job(connection, job.id)
+            if locked is None or locked["current_version"] != version:
+                return None
+            members = store.round_members(connection, job.id, version + 1)
+            if members is None:
+                rows = self._complete(connection, job, version)
+                if rows is None:
+                    return None
+                members = [Member(str(row["workunit_name"]), 1.0) for row in rows]
+                store.commit_round(connection, job.id, version + 1, members, time.time())
+        return members
+
+    def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> list[Row] | None:
+        tasks = store.microtasks(connection, job.id, version)
+        entries = store.ledger_of_version(connection, job.id, version)
+        return round_to_commit(tasks, entries, job.config.train.microtasks_per_version)
+
+    def _loader(self, job: JobRow, entry: Row, task: Row | None) -> Any:
+        def load() -> Mapping[str, Array]:
+            assert task is not None, entry["workunit_name"]
+            data = (job.folder.path / str(entry["payload_file"])).read_bytes()
+            if hashlib.sha256(data).hexdigest() != entry["payload_sha256"]:
+                raise ContractError(f"payload {entry['payload_file']} is damaged", fault="digest")
+            return decode(job, task, data).tensors
+
+        return load
+
+    def _publish(self, job: JobRow, version: int, made: NewVersion, chosen: Sequence[Row]) -> None:
+        path, digest, optimizer_digest = job.folder.write_version(version, made.state, made.optimizer)
+        data = path.read_bytes()
+        name = f"gt_{job.name}_v{version}_{digest[:16]}.safetensors"
+        staged = self._tree.stage_file(data, name)
+        published = Published(name, digest, staged.md5, staged.nbytes)
+        loss = round_loss(chosen)
+        with self._database.transaction() as connection:
+            locked = store.lock_job(connection, job.id)
+            if locked is None or locked["current_version"] != version - 1:
+                return  # another instance finished it: its bytes are the same
+            connection.execute(
+                sa.insert(gt_version).values(
+                    job_id=job.id,
+                    version=version,
+                    create_time=time.time(),
+                    state_sha256=digest,
+                    state_bytes=len(data),
+                    optimizer_sha256=optimizer_digest,
+                    contributions=len(chosen),
+                    samples=made.samples,
+                    loss=loss,
+                    evaluation="",
+                )
+            )
+            store.record_file(connection, job.id, "state", published, version=version)
+            for row in chosen:
+                connection.execute(
+                    sa.update(gt_ledger)
+                    .where(gt_ledger.c.workunit_name == row["workunit_name"])
+                    .values(disposition=str(Disposition.APPLIED), applied_version=version)
+                )
+            connection.execute(sa.update(gt_job).where(gt_job.c.id == job.id).values(current_version=version))
+        log.info(
+            "[JOB %s] version %d published: %d contributions, %d samples, loss %s",
+            job.name,
+            version,
+            len(chosen),
+            made.samples,
+            "unknown" if loss is None else f"{loss:.4f}",
+        )
+
+    def _hold(self, job: JobRow, reason: str) -> None:
+        """Stop the job with the reason; the last good version stays current."""
+        log.critical("[JOB %s] stopped: %s", job.name, reason)
+        with self._database.transaction() as connection:
+            store.set_job_state(connection, job.id, JobState.FAILED, reason)
+
+
+def round_loss(rows: Sequence[Row]) -> float | None:
+    """Mean training loss of a round, weighted by samples."""
+    known = [(float(r["loss"]), int(r["samples"])) for r in rows if r["loss"] is not None and math.isfinite(r["loss"])]
+    weight = sum(samples for _, samples in known)
+    return sum(loss * samples for loss, samples in known) / weight if weight else None

@@ -1,0 +1,174 @@
+"""Held-out evaluation of published versions, in a process of its own so that no round waits for it.
+
+The held-out data never leave the server. One evaluation runs at a time; if versions come faster than they
+can be evaluated, the newest one due is next and older ones are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from boinc_project import local_run, store
+from boinc_project.contract.codecs import Codec
+from boinc_project.contract.errors import ContractError
+from boinc_project.contract.graph import Graph
+from boinc_project.contract.microtask import (
+    CONSTANTS_FILE,
+    GRAPH_FILE,
+    STATE_FILE,
+    Batch,
+    FileRef,
+    Microtask,
+    shard_file,
+)
+from boinc_project.contract.opset import TensorType
+from boinc_project.contract.update import Update, update_types
+from boinc_project.database import Database
+from boinc_project.gt_tables import gt_version
+from boinc_project.store import JobRow, Row
+
+log = logging.getLogger("assimilator")
+
+
+@dataclass
+class Running:
+    """The evaluation under way."""
+
+    job: JobRow
+    version: int
+    run: local_run.LocalRun
+    types: Mapping[str, TensorType]
+
+
+class Evaluator:
+    """Evaluates versions of a project's jobs, one at a time."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._running: Running | None = None
+        self._given_up: set[tuple[int, int]] = set()
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def poll(self, jobs: list[JobRow]) -> bool:
+        """Collect a finished evaluation and start the next one due; returns whether anything happened."""
+        if self._running is not None:
+            if not self._running.run.finished():
+                return False
+            self._collect(self._running)
+            self._running = None
+            return True
+        for job in jobs:
+            due = self._due(job)
+            if due is not None:
+                self._running = self._start(job, due)
+                return True
+        return False
+
+    def stop(self) -> None:
+        """End the evaluation under way; it will be started again."""
+        if self._running is not None:
+            self._running.run.stop()
+            shutil.rmtree(self._running.run.folder, ignore_errors=True)
+            self._running = None
+
+    def _due(self, job: JobRow) -> Row | None:
+        """The newest version that should have been evaluated and was not."""
+        every = job.config.train.evaluate_every
+        if not every or not job.facts.test:
+            return None
+        with self._database.read() as connection:
+            rows = store.versions(connection, job.id)
+        last = max((int(row["version"]) for row in rows if row["evaluation"]), default=-1)
+        for row in reversed(rows):
+            version = int(row["version"])
+            if version <= last:
+                return None
+            wanted = version % every == 0 or version == job.config.train.max_versions
+            if wanted and not row["evaluation"] and (job.id, version) not in self._given_up:
+                return row
+        return None
+
+    def _start(self, job: JobRow, row: Row) -> Running:
+        version = int(row["version"])
+        graph = Graph.from_bytes(job.folder.evaluation_graph_path.read_bytes())
+        microtask, files = evaluation_microtask(job, row)
+        folder = job.folder.path / f"evaluation_{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        run = local_run.start(folder, microtask, files)
+        return Running(job, version, run, update_types(graph, "evaluation", microtask.steps))
+
+    def _collect(self, running: Running) -> None:
+        job, version = running.job, running.version
+        try:
+            means = metric_means(running.run.update(running.types))
+        except (local_run.LocalRunFailed, ContractError) as error:
+            self._given_up.add((job.id, version))
+            log.critical("[JOB %s] evaluation of version %d failed: %s", job.name, version, error)
+            return
+        finally:
+            shutil.rmtree(running.run.folder, ignore_errors=True)
+        with self._database.transaction() as connection:
+            connection.execute(
+                sa.update(gt_version)
+                .where(gt_version.c.job_id == job.id, gt_version.c.version == version)
+                .values(evaluation=json.dumps(means, sort_keys=True))
+            )
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in sorted(means.items()))
+        log.info("[JOB %s] version %d on held-out data: %s", job.name, version, shown)
+
+
+def metric_means(update: Update) -> dict[str, float]:
+    """Metric -> mean over all samples of an evaluation."""
+    sums = {n[len("metric/") :]: float(a.astype("float64").sum()) for n, a in update.tensors.items()}
+    weight = sums.pop("weight")
+    return {name: total / max(weight, 1.0) for name, total in sums.items()}
+
+
+def evaluation_microtask(job: JobRow, row: Row) -> tuple[Microtask, dict[str, Path]]:
+    """The microtask that evaluates a version on all held-out samples, and where its files lie."""
+    facts, folder = job.facts, job.folder
+    version = int(row["version"])
+    size = job.config.data.evaluation_batch_size
+    batches = []
+    for number, shard in enumerate(facts.test):
+        for start in range(0, shard.rows, size):
+            count = min(size, shard.rows - start)
+            batches.append(Batch((number,) * count, tuple(range(start, start + count))))
+    refs = {
+        GRAPH_FILE: FileRef(facts.evaluation.sha256, facts.evaluation.size),
+        STATE_FILE: FileRef(str(row["state_sha256"]), int(row["state_bytes"])),
+    }
+    paths = {
+        GRAPH_FILE: folder.evaluation_graph_path,
+        STATE_FILE: folder.state_path(version, str(row["state_sha256"])),
+    }
+    if facts.constants is not None:
+        refs[CONSTANTS_FILE] = FileRef(facts.constants.sha256, facts.constants.size)
+        paths[CONSTANTS_FILE] = folder.constants_path
+    for number, shard in enumerate(facts.test):
+        refs[shard_file(number)] = FileRef(shard.file.sha256, shard.file.size)
+        paths[shard_file(number)] = folder.shard_path("test", number)
+    microtask = Microtask(
+        job=job.name,
+        mode="evaluation",
+        base_version=version,
+        slot=0,
+        files=refs,
+        batch_size=size,
+        batches=tuple(batches),
+        learning_rates=(0.0,) * len(batches),
+        seed=job.config.job.seed,
+        first_step=0,
+        codec=Codec("dense", 256, "none"),
+    )
+    return microtask, paths
