@@ -1,0 +1,70 @@
+"""The decisions of the app version's build; building itself is tested in integration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from apps.packaging import build
+from apps.packaging.build import BuildError
+
+
+def test_a_numpy_that_old_processors_cannot_run_is_refused() -> None:
+    build.check_numpy(["SSE", "SSE2", "SSE3"])
+    with pytest.raises(BuildError, match=r"needs POPCNT, SSE42, .*pip install 'numpy<2.4'"):
+        build.check_numpy(["SSE", "SSE2", "SSE3", "SSE42", "POPCNT"])
+
+
+def test_the_numpy_installed_here_can_be_packaged() -> None:
+    build.check_numpy(build.numpy_baseline())
+
+
+@pytest.mark.parametrize("version", ["1", "1.0.0", "1.x", "../1.00", ""])
+def test_a_version_that_is_not_boincs_is_refused(tmp_path: Path, version: str) -> None:
+    with pytest.raises(BuildError, match=r"must look like 1\.00"):
+        build.build_app(tmp_path, version=version)
+
+
+def test_the_digest_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entry = tmp_path / "main.py"
+    entry.write_text("print(1)")
+    first = build.sources_digest(entry)
+    assert first == build.sources_digest(entry)
+    entry.write_text("print(2)")
+    assert build.sources_digest(entry) != first
+    entry.write_text("print(1)")
+    monkeypatch.setattr(build, "PACKAGES", ("numpy",))
+    assert build.sources_digest(entry) != first
+
+
+def test_a_half_written_or_damaged_cache_entry_is_not_used(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"program")
+    folder = tmp_path / "cache"
+    assert build.read_cache(folder) is None
+    build.write_cache(folder, program, 1.5, 0.5)
+    assert build.read_cache(folder) == (1.5, 0.5, folder / "gradient")
+    (folder / "gradient").write_bytes(b"progra")
+    assert build.read_cache(folder) is None
+
+
+def test_torch_is_left_out_and_files_stay_in_the_slot() -> None:
+    command = list(build.pyinstaller_command(build.ENTRY, Path("/work")))
+    assert command[command.index("--runtime-tmpdir") + 1] == "."
+    excluded = [command[i + 1] for i, word in enumerate(command) if word == "--exclude-module"]
+    assert "torch" in excluded and "numpy" not in excluded
+
+
+def test_a_failed_build_says_so_with_the_logs_end(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="PyInstaller failed"):
+        build.run_pyinstaller(tmp_path / "missing.py", tmp_path, lambda stage, share: None)
+
+
+def test_a_program_that_does_not_start_is_not_published(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable}\nimport no_such_module\n")
+    program.chmod(0o755)
+    with pytest.raises(BuildError, match=r"does not start(.|\n)*no_such_module"):
+        build.try_start(program, tmp_path)
