@@ -10,6 +10,7 @@ Not here: queries (`store.py`) and decisions (`server/`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -551,12 +552,26 @@ class Database:
         self.url = make_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.engine = _sqlite_engine(self.url) if self.is_sqlite else _mysql_engine(self.url)
+        # SQLite has one writer at a time. Threads of this process take turns here instead of polling there.
+        self._turn = threading.Lock() if self.is_sqlite else None
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
         """A write transaction: committed at the end of the block, rolled back by an exception."""
-        with self.engine.connect() as connection, connection.begin():
+        with self._writers_turn(), self.engine.connect() as connection, connection.begin():
             yield connection
+
+    @contextmanager
+    def _writers_turn(self) -> Iterator[None]:
+        if self._turn is None:
+            yield
+            return
+        if not self._turn.acquire(timeout=SQLITE_BUSY_TIMEOUT_S):
+            raise TimeoutError(f"another transaction of this process took over {SQLITE_BUSY_TIMEOUT_S} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
