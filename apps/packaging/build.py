@@ -104,6 +104,8 @@ _STAGES = (
     ("Building EXE", 0.92, "writing the program"),
 )
 
+CACHED_BUILDS = 3  # of about 40 MB each; older ones are deleted
+
 Progress = Callable[[str, float], None]
 
 
@@ -315,6 +317,9 @@ def write_cache(folder: Path, program: Path, build_seconds: float, start_seconds
     }
     temporary.write_text(json.dumps(facts), encoding="ascii")
     os.replace(temporary, folder / "facts.json")
+    older = sorted(folder.parent.glob(f"{APP_NAME}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in older[CACHED_BUILDS:]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def program_name(version: str) -> str:

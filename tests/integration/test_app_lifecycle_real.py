@@ -123,7 +123,7 @@ def test_suspended_quit_and_killed_the_real_application_gives_the_same_update(
 
 
 def test_a_suspended_real_task_uses_no_cpu_within_2_s(start: Start) -> None:
-    files = microtask_files(5000, batch=1024, features=1024)
+    files = microtask_files(500, batch=512, features=1536)
     client = start(FROM_SOURCE, files, ncpus=2)
     wait_for(lambda: client.fraction_done() > 0, 30, "progress")
     client.suspend()
@@ -197,7 +197,7 @@ def test_the_package_works_in_a_folder_with_blanks_and_accents_and_leaves_nothin
 def test_a_killed_boot_loader_takes_the_package_with_it_and_the_next_start_cleans_up(
     packaged: BuiltApp, start: Start
 ) -> None:
-    files = microtask_files(600, batch=256, features=256)
+    files = microtask_files(200, batch=128, features=768)
     client = start([str(packaged.program)], files)
     wait_for(lambda: client.fraction_done() > 0, 30, "progress")
     assert len(client.processes()) == 3, "boot loader, supervisor, worker"
@@ -216,7 +216,7 @@ def test_a_killed_boot_loader_takes_the_package_with_it_and_the_next_start_clean
 
 
 def test_a_killed_client_takes_the_package_with_it_within_35_s(packaged: BuiltApp, tmp_path: Path) -> None:
-    files = microtask_files(5000, batch=512, features=512)
+    files = microtask_files(600, batch=256, features=1536)
     MiniClient(tmp_path, [], inputs=files, outputs=(UPDATE_FILE,))
     client, task = spawn_client(tmp_path, [str(packaged.program)])
     try:
@@ -232,7 +232,7 @@ def test_a_killed_client_takes_the_package_with_it_within_35_s(packaged: BuiltAp
 
 
 def test_quit_abort_and_sigterm_reach_through_the_boot_loader(packaged: BuiltApp, start: Start) -> None:
-    files = microtask_files(5000, batch=512, features=512)
+    files = microtask_files(600, batch=256, features=1536)
     client = start([str(packaged.program)], files)
     for word, code in (("<quit/>", 0), ("<abort/>", 194)):
         wait_for(lambda: client.fraction_done() > 0, 30, "progress")
