@@ -227,6 +227,6 @@ def _check_same_fields(
         other = train[name]
         if tensor.dtype != other.dtype or tensor.shape[1:] != other.shape[1:]:
             raise JobError(
-                f'{source}: "{split}"/"{name}" is {str(tensor.dtype)[6:]} {list(tensor.shape[1:])} per sample, in "train" '
-                f"{str(other.dtype)[6:]} {list(other.shape[1:])}; make them the same"
+                f'{source}: "{split}"/"{name}" is {str(tensor.dtype)[6:]} {list(tensor.shape[1:])} per sample, '
+                f"in \"train\" {str(other.dtype)[6:]} {list(other.shape[1:])}; make them the same"
             )

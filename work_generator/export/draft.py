@@ -24,8 +24,11 @@ Scalar = bool | int | float
 
 # Operators whose operands broadcast, so that an `expand` before them is a waste.
 BROADCASTING = frozenset(
-    "add sub mul div pow maximum minimum remainder fmod floor_divide eq ne lt le gt ge "
-    "logical_and logical_or logical_xor bitwise_and bitwise_or where".split()
+    {
+        *("add", "sub", "mul", "div", "pow", "maximum", "minimum", "remainder", "fmod", "floor_divide"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"),
+        *("bitwise_and", "bitwise_or", "where"),
+    }
 )
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "flip"})
 RANDOM = frozenset({"random_bernoulli", "random_uniform"})
@@ -218,9 +221,7 @@ class Draft:
             return self._neutral(op, inputs, uniform, out, where)
         return None
 
-    def _simpler_view(
-        self, op: str, x: Value, attrs: dict[str, Any], out: TensorType, where: str
-    ) -> Value | None:
+    def _simpler_view(self, op: str, x: Value, attrs: dict[str, Any], out: TensorType, where: str) -> Value | None:
         if op == "cast":
             if x.dtype == out.dtype:
                 return x
@@ -229,11 +230,7 @@ class Draft:
             return None
         if x.uniform is not None:
             scalar = self.scalar(x.uniform, x.dtype, where)
-            return (
-                None
-                if op == "expand" and x is scalar and out.shape
-                else self._expanded(scalar, out.shape, where)
-            )
+            return None if op == "expand" and x is scalar and out.shape else self._expanded(scalar, out.shape, where)
         if op == "permute":
             if list(attrs["dims"]) == list(range(len(x.shape))):
                 return x

@@ -149,9 +149,7 @@ class _AdamW:
         if self.settings.weight_decay:
             w = op("mul", w, self.shrink)
         mean = op("add", mean, op("mul", op("sub", grad, mean), number(1 - beta1)))
-        square = op(
-            "add", op("mul", square, number(beta2)), op("mul", op("mul", grad, grad), number(1 - beta2))
-        )
+        square = op("add", op("mul", square, number(beta2)), op("mul", op("mul", grad, grad), number(1 - beta2)))
         root = self.draft.one("sqrt", [square], None, where)
         denominator = op("add", op("div", root, self.root2), number(self.settings.eps))
         return op("sub", w, op("mul", op("div", mean, denominator), self.step_size)), [mean, square]

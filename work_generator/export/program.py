@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from boinc_project.contract.graph import Graph
+from work_generator.export.context import DTYPES
 from work_generator.export.draft import Draft
 from work_generator.export.errors import ExportError
-from work_generator.export.lowering import DTYPES, Lowering
+from work_generator.export.lowering import Lowering
 from work_generator.export.optimizer import export_optimizer
 from work_generator.export.tracing import Loss, Trace, split_parameters, trace_evaluation, trace_gradient
 from work_generator.job import Job
@@ -126,9 +127,7 @@ def export_evaluation(
     """
     trace = trace_evaluation(model, loss, metrics, batch, folder)
     buffers = {name for name, _ in trace.inputs if name.startswith("buffer/")}
-    return _translated(
-        trace, buffers - (buffers if changing is None else changing), "evaluation", random=False
-    )
+    return _translated(trace, buffers - (buffers if changing is None else changing), "evaluation", random=False)
 
 
 def sample_batch(fields: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
@@ -145,7 +144,7 @@ def kept_constants(model: nn.Module, changing: set[str]) -> Constants:
 
 def state_dict_names(model: nn.Module, changing: set[str]) -> dict[str, str]:
     """Name in model.state_dict() -> name in the job's state or constants; tied names share one."""
-    trained, frozen = split_parameters(model)
+    trained, _ = split_parameters(model)
     homes: dict[int, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = "parameter" if name in trained else "constant"
@@ -182,9 +181,7 @@ def _unchanged_buffers(trace: Trace) -> set[str]:
     unchanged = set()
     for name, result in zip(trace.outputs, results, strict=True):
         source = result
-        while (
-            getattr(source, "target", None) is torch.ops.aten.clone.default and source not in changed_in_place
-        ):
+        while getattr(source, "target", None) is torch.ops.aten.clone.default and source not in changed_in_place:
             source = source.args[0]
         if name.startswith("buffer/") and names.get(source) == name:
             unchanged.add(name)
@@ -196,18 +193,12 @@ def _translated(trace: Trace, constant_buffers: set[str], what: str, *, random: 
     inputs = []
     for name, tensor in trace.inputs:
         if tensor.dtype not in DTYPES:
-            raise ExportError(
-                f"{name} is {tensor.dtype}; the opset has float32, int64, int32, uint8 and bool"
-            )
+            raise ExportError(f"{name} is {tensor.dtype}; the opset has float32, int64, int32, uint8 and bool")
         kind, _, rest = name.partition("/")
         if name in constant_buffers:
             kind, name = "constant", f"constant/{rest}"
         inputs.append(draft.input(name, kind, DTYPES[tensor.dtype], tuple(tensor.shape)))
-    drawn = (
-        (draft.input("seed", "seed", "int64", ()), draft.input("step", "step", "int64", ()))
-        if random
-        else None
-    )
+    drawn = (draft.input("seed", "seed", "int64", ()), draft.input("step", "step", "int64", ())) if random else None
     lowering = Lowering(draft, drawn)
     results = lowering.walk(trace.module, inputs)
     for name, value in zip(trace.outputs, results, strict=True):

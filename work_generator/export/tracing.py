@@ -24,8 +24,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from boinc_project.job_config import one_line
 from work_generator.export.errors import ExportError
-from work_generator.references import is_inside, one_line
+from work_generator.references import is_inside
 
 aten = torch.ops.aten
 
@@ -190,9 +191,7 @@ def _batch_size(batch: Mapping[str, Tensor]) -> int:
     return int(next(iter(batch.values())).shape[0])
 
 
-def _run(
-    program: _Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor], folder: Path | None
-) -> Any:
+def _run(program: _Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor], folder: Path | None) -> Any:
     """The program on these tensors, every operator marked with the line and module that called it."""
     swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
     with _module_names(program.model) as path, _Places(folder, path):
@@ -203,14 +202,15 @@ def _check_loss(result: Any, size: int) -> bool:
     """Whether the loss is a scalar mean; raises ExportError if it is neither that nor one number a sample."""
     if not isinstance(result, Tensor):
         raise ExportError(
-            f"the loss function returned {type(result).__name__}; return a tensor with one loss per sample, shape [{size}]"
+            f"the loss function returned {type(result).__name__}; return a tensor with one loss per sample, "
+            f"shape [{size}]"
         )
     if not result.is_floating_point():
         raise ExportError(f"the loss is {_dtype(result)}; return float32")
     if result.dim() and result.shape != (size,):
         raise ExportError(
-            f"the loss has shape {list(result.shape)} for a batch of {size}; return one loss per sample, shape [{size}], "
-            "for example by .flatten(1).mean(1)"
+            f"the loss has shape {list(result.shape)} for a batch of {size}; return one loss per sample, "
+            f"shape [{size}], for example by .flatten(1).mean(1)"
         )
     return result.dim() == 0
 
@@ -218,7 +218,8 @@ def _check_loss(result: Any, size: int) -> bool:
 def _check_metrics(found: Any, size: int) -> dict[str, Tensor]:
     if not isinstance(found, Mapping):
         raise ExportError(
-            f"the metrics function returned {type(found).__name__}; return a dict of name -> one value per sample, [{size}]"
+            f"the metrics function returned {type(found).__name__}; return a dict of name -> one value per sample, "
+            f"shape [{size}]"
         )
     for name, value in found.items():
         if not isinstance(name, str) or not name.isidentifier() or name in ("loss", "weight"):
@@ -226,9 +227,7 @@ def _check_metrics(found: Any, size: int) -> dict[str, Tensor]:
                 f'metric {name!r} cannot be used as a name; use letters, digits and _, not "loss" or "weight"'
             )
         if not isinstance(value, Tensor) or value.shape != (size,):
-            shape = (
-                f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-            )
+            shape = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
             raise ExportError(f'metric "{name}" has {shape}; return one value per sample, shape [{size}]')
     return dict(found)
 
@@ -263,7 +262,7 @@ def _traced(
 def _make_fx(step: Callable[..., list[Tensor]], arguments: tuple[Any, ...]) -> fx.GraphModule:
     decompositions = dict(core_aten_decompositions())
     for packet in KEPT_WHOLE:
-        for overload in packet.overloads():
+        for overload in packet.overloads():  # type: ignore[no-untyped-call]
             decompositions.pop(getattr(packet, overload), None)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -324,14 +323,14 @@ def short_file(filename: str) -> str:
     return parts[-1]
 
 
-class _Places(TorchDispatchMode):
+class _Places(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks the nodes made while an operator is dispatched with the model's line and module.
 
     It sits above the tracer's own mode, so that one call here covers the operators it decomposes into.
     """
 
     def __init__(self, folder: Path | None, path: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
         self.path = path
 
