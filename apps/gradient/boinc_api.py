@@ -24,6 +24,7 @@ Sources in BOINC: api/boinc_api.{h,cpp}; what the client makes of it: client/app
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import shutil
@@ -53,6 +54,11 @@ from apps.gradient.boinc_supervisor import (
 )
 
 __all__ = ["Abort", "Boinc", "InitData", "Quit", "StopComputing", "Timing", "run"]
+
+# A full disk is not the task's fault, and its owner may make room: wait, with what was computed in the
+# checkpoint.
+DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+DISK_FULL_DELAY_S = 600
 
 UNPACKED_PREFIX = "_MEI"  # PyInstaller's boot loader names its unpacked folders so
 
@@ -210,6 +216,8 @@ def _work(main: Callable[[Boinc], int], boinc: Boinc) -> NoReturn:
         if isinstance(error, KeyboardInterrupt) and boinc.standalone:
             leave(128 + signal.SIGINT)
         log("".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip())
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            boinc.temporary_exit(DISK_FULL_DELAY_S, "the disk is full")
         code = error.code if isinstance(error, SystemExit) else EXIT_BUG
         # A bare exit 0 from some library is not a result.
         status = code if isinstance(code, int) and code else EXIT_BUG

@@ -8,6 +8,7 @@ crashes.
 from __future__ import annotations
 
 import argparse
+import errno
 import multiprocessing
 import os
 import signal
@@ -36,6 +37,8 @@ def work(boinc: Boinc) -> int:
         multiprocessing.get_context("fork").Process(target=spin, daemon=True).start()
     if options.end == "early-exception":
         raise ValueError("bad input: a naïve “模型” in " + os.getcwd())
+    if options.end == "disk-full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if options.end == "temporary":
         boinc.temporary_exit(77, "the GPU is busy")
     out = boinc.resolve("out.bin")

@@ -63,7 +63,6 @@ def running(client: MiniClient) -> None:
 
 
 # Ending
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_ends_with_output_final_status_and_marker(start: Start) -> None:
@@ -115,6 +114,13 @@ def test_a_temporary_exit_gives_delay_and_reason(start: Start) -> None:
     assert client.wait() == 0
     assert client.finish_status() is None
     assert client.temporary_exit() == (77, "the GPU is busy")
+
+
+def test_a_full_disk_waits_for_its_owner_to_make_room(start: Start) -> None:
+    client = start("--end", "disk-full")
+    assert client.wait() == 0
+    assert client.finish_status() is None
+    assert client.temporary_exit() == (600, "the disk is full")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -185,7 +191,6 @@ def test_a_quit_waits_for_the_checkpoint_being_written(start: Start) -> None:
 
 
 # Suspension
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,7 +256,6 @@ def test_suspended_then_quit_then_started_it_continues_from_its_checkpoint(
 
 
 # The client's death, and two copies
-# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suspended", [False, True], ids=["running", "suspended"])
@@ -379,7 +383,6 @@ def test_no_file_appears_outside_the_slot_but_the_output(start: Start, tmp_path:
 
 
 # Kills and odd places
-# -----------------------------------------------------------------------------------------------
 
 
 def kill_at_random(start: Start, kills: int, expected: bytes, steps: int, seed: int) -> None:

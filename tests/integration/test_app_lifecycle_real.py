@@ -139,7 +139,6 @@ def test_a_suspended_real_task_uses_no_cpu_within_2_s(start: Start) -> None:
 
 
 # The packaged application
-# --------------------------------------------------------------------------------------------
 
 
 def test_the_package_has_boincs_layout_and_declares_its_api_version(packaged: BuiltApp) -> None:
