@@ -115,7 +115,7 @@ class Assimilator:
     def _advance(self) -> bool:
         with self.database.read() as connection:
             jobs = store.jobs(connection, JobState.RUNNING, JobState.PAUSED, JobState.FINISHED)
-        mine = [job for job in jobs if self.options.takes(job.id)]
+        mine = [job for job in jobs if self.options.takes_job(job.id)]
         worked = False
         for job in mine:
             self.stopper.check()

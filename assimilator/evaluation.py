@@ -143,6 +143,8 @@ def evaluation_microtask(job: JobRow, row: Row) -> tuple[Microtask, dict[str, Pa
     for number, shard in enumerate(facts.test):
         for start in range(0, shard.rows, size):
             count = min(size, shard.rows - start)
+            if count < size and facts.evaluation_full_batches:
+                continue
             batches.append(Batch((number,) * count, tuple(range(start, start + count))))
     refs = {
         GRAPH_FILE: FileRef(facts.evaluation.sha256, facts.evaluation.size),

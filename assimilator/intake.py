@@ -59,8 +59,10 @@ def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: Jo
     with database.transaction() as connection:
         if store.ledger_entry(connection, str(unit["name"])) is None:
             rivals = store.ledger_of_version(connection, job.id, int(task["version"]))
-            taken = any(row["slot"] == task["slot"] for row in rivals)
+            taken = any(row["slot"] == task["slot"] and row["disposition"] != Disposition.DROPPED for row in rivals)
             disposition = Disposition.DUPLICATE if taken else Disposition.PENDING
+            if task["state"] == MicrotaskState.CANCELLED:  # its version was rolled back meanwhile
+                disposition = Disposition.DROPPED
             connection.execute(
                 sa.insert(gt_ledger).values(
                     workunit_name=unit["name"],
@@ -78,7 +80,8 @@ def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: Jo
                     weight=None,
                 )
             )
-            store.set_microtask(connection, str(unit["name"]), MicrotaskState.FOLDED)
+            if disposition != Disposition.DROPPED:
+                store.set_microtask(connection, str(unit["name"]), MicrotaskState.FOLDED)
             log.info("[WU#%d %s] taken in, loss %.4f", unit["id"], unit["name"], loss)
         else:
             log.info("[WU#%d %s] already taken in", unit["id"], unit["name"])

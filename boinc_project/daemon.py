@@ -69,6 +69,10 @@ class Options:
         """Whether this instance handles the row with this id."""
         if self.wu_id is not None and identifier != self.wu_id:
             return False
+        return self.takes_job(identifier)
+
+    def takes_job(self, identifier: int) -> bool:
+        """Whether this instance handles the job with this id (`--wu_id` is no matter here)."""
         return self.mod is None or identifier % self.mod[0] == self.mod[1]
 
 

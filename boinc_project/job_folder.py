@@ -62,8 +62,9 @@ class JobFacts:
     step_flops        floating-point operations of one step (gradient, plus optimizer in local-steps mode)
     memory_bytes      upper estimate of what one microtask takes in the application
     max_update_bytes  no honest update is larger
-    full_batches      the loss is a scalar mean, so only full batches may be issued
+    full_batches      samples of a batch are mixed (scalar loss, batch norm), so no batch may be padded
     output_template   path of the output template, relative to the project directory
+    state_dict        name in the model's own state_dict -> name in a state or in the constants
     """
 
     graph: Published
@@ -76,7 +77,9 @@ class JobFacts:
     memory_bytes: int
     max_update_bytes: int
     full_batches: bool
+    evaluation_full_batches: bool
     output_template: str
+    state_dict: Mapping[str, str]
 
     def to_json(self) -> str:
         def optional(file: Published | None) -> Any:
@@ -97,7 +100,9 @@ class JobFacts:
                 "memory_bytes": self.memory_bytes,
                 "max_update_bytes": self.max_update_bytes,
                 "full_batches": self.full_batches,
+                "evaluation_full_batches": self.evaluation_full_batches,
                 "output_template": self.output_template,
+                "state_dict": dict(self.state_dict),
             }
         ).decode("ascii")
 
@@ -125,7 +130,9 @@ class JobFacts:
             memory_bytes=take.integer("memory_bytes", 0),
             max_update_bytes=take.integer("max_update_bytes", 0),
             full_batches=take.boolean("full_batches"),
+            evaluation_full_batches=take.boolean("evaluation_full_batches"),
             output_template=take.text("output_template", 63),
+            state_dict={str(name): str(inner) for name, inner in take.mapping("state_dict").items()},
         )
 
 

@@ -37,6 +37,7 @@ from boinc_project.job_folder import Published
 from boinc_project.project_tree import ProjectTree, PublishedFile
 from boinc_project.states import NEVER, AssimilateState
 from boinc_project.store import JobRow
+from boinc_project.supply_limits import MAX_ATTEMPTS
 from work_generator import supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
@@ -66,10 +67,10 @@ class Generator:
                 finished = store.jobs(connection, JobState.FINISHED, JobState.PAUSED)
             for job in found:
                 self.stopper.check()
-                if self.options.takes(job.id):
+                if self.options.takes_job(job.id):
                     worked |= self._supply(job)
             for job in [*found, *finished]:
-                if self.options.takes(job.id):
+                if self.options.takes_job(job.id):
                     self._retire(job)
             with self.database.transaction() as connection:
                 store.beat(connection, "work_generator", os.getpid())
@@ -89,7 +90,16 @@ class Generator:
             return True
         with self.database.read() as connection:
             rows = store.microtasks(connection, job.id, job.current_version)
-        wanted = supply.slots_to_issue(rows, job.config.train.microtasks_per_version)
+        slots = job.config.train.microtasks_per_version
+        given_up = supply.skipped_slots(rows, slots)
+        for slot in given_up:
+            self._once(
+                f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
+            )
+        if len(given_up) == slots:
+            self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times")
+            return True
+        wanted = supply.slots_to_issue(rows, slots)
         for issue in wanted:
             self.stopper.check()
             self._issue(job, issue)
@@ -104,17 +114,15 @@ class Generator:
         if state is None:
             self._once(f"[JOB {job.name}] version {version} is not published yet")
             return
-        if issue.again is not None:
-            content = workunits.content_again(job.facts, str(issue.again["document"]), state)
-        else:
-            content = workunits.make_content(job.config, job.facts, version, issue.slot, state)
+        content = workunits.make_content(job.config, job.facts, version, issue.slot, state)
         text = content.microtask.to_json()
         digest = content.microtask.digest()
         name = workunits.workunit_name(content.microtask, digest, issue.attempt)
         if self.options.dry_run:
             log.info("[WU %s] would be created", name)
             return
-        self._check_inputs(job, content)
+        if not self._check_inputs(job, content):
+            return
         document = self.tree.stage_file(text, workunits.microtask_file_name(content.microtask, digest))
         row = workunits.workunit_row(
             self.tree, job.config, job.facts, content, document, name=name, appid=job.appid, now=int(time.time())
@@ -170,15 +178,22 @@ class Generator:
         store.record_file(connection, job.id, "microtask", published, version=job.current_version)
         store.insert_workunit(connection, row)
 
-    def _check_inputs(self, job: JobRow, content: workunits.Content) -> None:
+    def _fail(self, job: JobRow, reason: str) -> None:
+        """Stop the job with the reason, until an admin resumes it."""
+        log.critical("[JOB %s] stopped: %s", job.name, reason)
+        if not self.options.dry_run:
+            with self.database.transaction() as connection:
+                store.set_job_state(connection, job.id, JobState.FAILED, reason)
+
+    def _check_inputs(self, job: JobRow, content: workunits.Content) -> bool:
         """A workunit whose input is missing fails on every host and costs them quota: never make one."""
         for file in content.files.values():
             path = self.tree.download_path(file.name)
             if not path.exists() or path.stat().st_size != file.size:
                 note = f"the published file {path} is missing or has another size; restore it, then resume the job"
-                with self.database.transaction() as connection:
-                    store.set_job_state(connection, job.id, JobState.FAILED, note)
-                raise RetryLater(f"[JOB {job.name}] stopped: {note}")
+                self._fail(job, note)
+                return False
+        return True
 
     def _wait_for_transitioner(self, appid: int) -> None:
         """Count again only when the results of what was issued exist."""

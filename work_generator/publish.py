@@ -8,6 +8,7 @@ trying again publishes the same files under the same names.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from boinc_project.contract import tensorfile
 from boinc_project.contract.codecs import Codec
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.graph import Graph
-from boinc_project.contract.microtask import UPDATE_FILE
+from boinc_project.contract.microtask import UPDATE_FILE, Microtask
 from boinc_project.contract.opset import OPSET
 from boinc_project.contract.update import max_update_bytes, update_types
 from boinc_project.database import Database
@@ -33,7 +34,7 @@ from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Publis
 from boinc_project.project_tree import ProjectTree
 from work_generator.export import ExportedJob
 from work_generator.job import Job
-from work_generator.workunits import data_plan, steps_of
+from work_generator.workunits import data_plan, make_content, steps_of
 
 Array = npt.NDArray[Any]
 
@@ -61,24 +62,42 @@ def publish_job(
     check_operators(graphs, deployed_operators(tree.project_dir / "apps" / app))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
+    publisher = Publisher(tree, config.job.name)
+    facts = prepare(job, exported, folder, publisher, progress)
+    _write_template(tree.project_dir / facts.output_template, facts.max_update_bytes)
+    progress("publishing version 0")
+    state_path, digest, _ = folder.write_version(0, exported.state, {})
+    state = publisher.state(0, state_path.read_bytes())
+    with database.transaction() as connection:
+        job_id = _insert_job(connection, config, facts, folder, appid)
+        _insert_version_zero(connection, job_id, digest, state.size)
+        for kind, file in _all_files(facts):
+            store.record_file(connection, job_id, kind, file)
+        store.record_file(connection, job_id, "state", state, version=0)
+    return job_id
+
+
+def prepare(
+    job: Job, exported: ExportedJob, folder: JobFolder, publisher: Publisher, progress: Progress = lambda text: None
+) -> JobFacts:
+    """Write the job's folder, hand its files to the publisher, and gather the facts. Raises JobError."""
+    config = job.config
     folder.create()
     progress("publishing graphs")
-    publish = _Publisher(tree, config.job.name)
-    graph = publish.file(folder.gradient_graph_path, "graph", exported.gradient.to_bytes(), ".json.zst")
+    graph = publisher.file(folder.gradient_graph_path, "graph", exported.gradient.to_bytes(), ".json.zst")
     optimizer = (
-        publish.file(folder.optimizer_graph_path, "optimizer", exported.optimizer.to_bytes(), ".json.zst")
+        publisher.file(folder.optimizer_graph_path, "optimizer", exported.optimizer.to_bytes(), ".json.zst")
         if exported.optimizer is not None
         else None
     )
-    evaluation = publish.file(folder.evaluation_graph_path, "evaluation", exported.evaluation.to_bytes(), ".json.zst")
+    evaluation = publisher.file(folder.evaluation_graph_path, "evaluation", exported.evaluation.to_bytes(), ".json.zst")
     constants = (
-        publish.file(folder.constants_path, "constants", tensorfile.to_bytes(exported.constants), ".safetensors")
+        publisher.file(folder.constants_path, "constants", tensorfile.to_bytes(exported.constants), ".safetensors")
         if exported.constants
         else None
     )
-    train = _shards(job, "train", folder, publish, progress)
-    test = _shards(job, "test", folder, publish, progress) if "test" in job.data else ()
-
+    train = _shards(job, "train", folder, publisher, progress)
+    test = _shards(job, "test", folder, publisher, progress) if "test" in job.data else ()
     steps = steps_of(config)
     mode = "local-steps" if config.train.policy == "diloco" else "gradient"
     types = update_types(exported.gradient, mode, steps)
@@ -96,24 +115,36 @@ def publish_job(
         ),
         max_update_bytes=max_update_bytes(types, codec),
         full_batches=exported.needs_full_batches,
+        evaluation_full_batches=exported.evaluation_needs_full_batches,
         output_template=f"templates/gt_{config.job.name}_out",
+        state_dict=exported.state_dict,
     )
     if data_plan(config, facts).batches_per_epoch < 1:
         raise JobError(
             f"the training data have {sum(s.rows for s in train)} samples, fewer than one batch of"
-            f" {config.data.batch_size}; lower batch_size in [data] (a loss that returns one scalar needs full batches)"
+            f" {config.data.batch_size}; lower batch_size in [data] (this model's batches must be full)"
         )
-    _write_template(tree.project_dir / facts.output_template, facts.max_update_bytes)
-    progress("publishing version 0")
-    state_path, digest, _ = folder.write_version(0, exported.state, {})
-    state = publish.state(0, state_path.read_bytes())
-    with database.transaction() as connection:
-        job_id = _insert_job(connection, config, facts, folder, appid)
-        _insert_version_zero(connection, job_id, digest, state.size)
-        for kind, file in _all_files(facts):
-            store.record_file(connection, job_id, kind, file)
-        store.record_file(connection, job_id, "state", state, version=0)
-    return job_id
+    return facts
+
+
+def local_content(job: Job, exported: ExportedJob, slot: int, place: Path) -> tuple[Microtask, dict[str, Path]]:
+    """The first version's microtask for a slot, without a project: its files lie under `place`, by open name."""
+    folder = JobFolder(place)
+    publisher = Publisher(None, job.config.job.name)
+    facts = prepare(job, exported, folder, publisher)
+    path, _, _ = folder.write_version(0, exported.state, {})
+    state = publisher.state(0, path.read_bytes())
+    content = make_content(job.config, facts, 0, slot, state)
+    by_name = {
+        facts.graph.name: folder.gradient_graph_path,
+        state.name: path,
+        **{shard.file.name: folder.shard_path("train", k) for k, shard in enumerate(facts.train)},
+    }
+    if facts.optimizer is not None:
+        by_name[facts.optimizer.name] = folder.optimizer_graph_path
+    if facts.constants is not None:
+        by_name[facts.constants.name] = folder.constants_path
+    return content.microtask, {open_name: by_name[file.name] for open_name, file in content.files.items()}
 
 
 def check_operators(graphs: list[Graph], known: set[str]) -> None:
@@ -139,10 +170,10 @@ def deployed_operators(app_folder: Path) -> set[str]:
     return known
 
 
-class _Publisher:
-    """Stages files under names that carry their contents' digest."""
+class Publisher:
+    """Stages files under names that carry their contents' digest; without a project it only names them."""
 
-    def __init__(self, tree: ProjectTree, job: str) -> None:
+    def __init__(self, tree: ProjectTree | None, job: str) -> None:
         self._tree = tree
         self._job = job
 
@@ -152,11 +183,13 @@ class _Publisher:
         return self._stage(f"gt_{self._job}_{kind}_{sha256(data)[:16]}{suffix}", data)
 
     def state(self, version: int, data: bytes) -> Published:
+        """Publish the state of a model version."""
         return self._stage(state_file_name(self._job, version, sha256(data)), data)
 
     def _stage(self, name: str, data: bytes) -> Published:
-        staged = self._tree.stage_file(data, name)
-        return Published(name, sha256(data), staged.md5, staged.nbytes)
+        if self._tree is not None:
+            self._tree.stage_file(data, name)
+        return Published(name, sha256(data), hashlib.md5(data).hexdigest(), len(data))
 
 
 def state_file_name(job: str, version: int, digest: str) -> str:
@@ -164,7 +197,7 @@ def state_file_name(job: str, version: int, digest: str) -> str:
     return f"gt_{job}_v{version}_{digest[:16]}.safetensors"
 
 
-def _shards(job: Job, split: str, folder: JobFolder, publish: _Publisher, progress: Progress) -> tuple[Shard, ...]:
+def _shards(job: Job, split: str, folder: JobFolder, publisher: Publisher, progress: Progress) -> tuple[Shard, ...]:
     fields = {f"batch/{name}": tensor.numpy() for name, tensor in job.data[split].items()}
     samples = len(next(iter(fields.values())))
     per_sample = max(1, sum(array[:1].nbytes for array in fields.values()))
@@ -176,7 +209,7 @@ def _shards(job: Job, split: str, folder: JobFolder, publish: _Publisher, progre
         data = tensorfile.to_bytes(piece)
         path = folder.shard_path(split, number)
         if split == "train":
-            file = publish.file(path, f"{split}{number}", data, ".safetensors")
+            file = publisher.file(path, f"{split}{number}", data, ".safetensors")
         else:  # held-out data never leave the server: who knows them can please the evaluation
             tensorfile.write_bytes(path, data)
             file = Published(path.name, sha256(data), "", len(data))

@@ -18,15 +18,15 @@ from boinc_project.states import NEVER
 from boinc_project.supply_limits import MAX_ATTEMPTS
 
 Row = Mapping[str, Any]
+_OVER = (MicrotaskState.FAILED, MicrotaskState.CANCELLED)
 
 
 @dataclass(frozen=True)
 class Issue:
-    """Make a workunit for this slot; `attempt` counts from 0. `again` is the row whose microtask is repeated."""
+    """Make a workunit for this slot; `attempt` counts from 0. The microtask of a slot is always the same."""
 
     slot: int
     attempt: int
-    again: Row | None = None
 
 
 def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
@@ -36,11 +36,18 @@ def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
         attempts = sorted((m for m in microtasks if m["slot"] == slot), key=lambda m: int(m["attempt"]))
         if not attempts:
             wanted.append(Issue(slot, 0))
-        elif attempts[-1]["state"] in (MicrotaskState.FAILED, MicrotaskState.CANCELLED):
-            failures = sum(1 for m in attempts if m["state"] == MicrotaskState.FAILED)
-            if failures < MAX_ATTEMPTS:
-                wanted.append(Issue(slot, int(attempts[-1]["attempt"]) + 1, attempts[-1]))
+        elif attempts[-1]["state"] in _OVER and _failures(attempts, slot) < MAX_ATTEMPTS:
+            wanted.append(Issue(slot, int(attempts[-1]["attempt"]) + 1))
     return wanted
+
+
+def skipped_slots(microtasks: Sequence[Row], slots: int) -> list[int]:
+    """Slots whose workunits failed so often that their samples are left out of the round."""
+    return [slot for slot in range(slots) if _failures(microtasks, slot) >= MAX_ATTEMPTS]
+
+
+def _failures(microtasks: Sequence[Row], slot: int) -> int:
+    return sum(1 for m in microtasks if m["slot"] == slot and m["state"] == MicrotaskState.FAILED)
 
 
 def straggling(

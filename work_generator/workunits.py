@@ -86,18 +86,6 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
     return Content(microtask, files)
 
 
-def content_again(facts: JobFacts, text: str, state: Published) -> Content:
-    """The content of a microtask that was issued before, from its stored document."""
-    microtask = Microtask.from_json(text.encode("ascii"))
-    by_digest = {shard.file.sha256: shard for shard in facts.train}
-    shards = [by_digest[microtask.files[shard_file(k)].sha256] for k in range(microtask.shard_count)]
-    files = _files(facts, state, shards)
-    if microtask.mode == "local-steps":
-        assert facts.optimizer is not None
-        files[OPTIMIZER_FILE] = facts.optimizer
-    return Content(microtask, files)
-
-
 def _files(facts: JobFacts, state: Published, shards: list[Shard]) -> dict[str, Published]:
     files = {GRAPH_FILE: facts.graph, STATE_FILE: state}
     if facts.constants is not None:

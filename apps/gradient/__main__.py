@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 import time
 from pathlib import Path
@@ -164,11 +163,9 @@ def describe(boinc: Boinc, run: Run, backend: Any, threads: int) -> dict[str, An
         "steps": run.step_number,
         "losses": [float(f"{loss:.6g}") for loss in run.losses()[-100:]],
         "backend": backend.name,
-        "device": str(getattr(backend, "device", "cpu"))[:200],
-        "driver": str(getattr(backend, "driver", ""))[:200],
+        "device": {str(key)[:40]: str(value)[:200] for key, value in backend.describe().items()},
         "platform": platform.platform()[:200],
         "threads": threads,
-        "precision": {"tf32": False, "fast_math": False, "reduced_precision": False},
         "seconds": {
             "load": round(timings.load, 3),
             "compile": round(timings.compile, 3),
@@ -181,8 +178,12 @@ def describe(boinc: Boinc, run: Run, backend: Any, threads: int) -> dict[str, An
 
 def peak_memory() -> int:
     """Largest resident size of this process so far, bytes (0 where it cannot be known)."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(used) * (1 if sys.platform == "darwin" else 1024)
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            # Not getrusage: its figure is inherited from the process that started this one.
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def memory_limit(bound: float) -> float:

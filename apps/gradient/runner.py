@@ -21,12 +21,13 @@ from typing import Any, Callable
 import numpy as np
 import numpy.typing as npt
 
+from apps.gradient.backends.backend import Backend
 from apps.gradient.checkpoint import Checkpoint
-from apps.gradient.executor import Backend, Executor
+from apps.gradient.executor import Executor
 from boinc_project.contract import tensorfile
 from boinc_project.contract.errors import ContractError, UnfitHost
 from boinc_project.contract.estimates import memory_bytes
-from boinc_project.contract.graph import Graph
+from boinc_project.contract.graph import Graph, GraphBuilder
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
@@ -184,6 +185,7 @@ class Run:
         start = time.monotonic()
         self._gradient = Executor(loaded.gradient, backend)
         self._optimizer = Executor(loaded.optimizer, backend) if loaded.optimizer else None
+        self._adder = Executor(_sum_graph(loaded.gradient), backend)
         self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}
         self._values = {name: backend.from_numpy(array) for name, array in loaded.state.items()}
         if loaded.optimizer is not None:
@@ -245,13 +247,11 @@ class Run:
         return found
 
     def _accumulate(self, outputs: Mapping[str, Any]) -> None:
-        types = self.loaded.gradient.output_types()
-        for output in self.loaded.gradient.outputs_of_kind("gradient"):
-            made = outputs[output.name]
-            if output.name in self._sums:
-                kind = types[output.name]
-                made = self.backend.ops["add"]([self._sums[output.name], made], {}, (kind,))[0]
-            self._sums[output.name] = made
+        made = {output.name: outputs[output.name] for output in self.loaded.gradient.outputs_of_kind("gradient")}
+        if self._sums:
+            before = {f"before/{name}": value for name, value in self._sums.items()}
+            made = self._adder.run({**before, **made})
+        self._sums = made
 
     def _local_step(self, outputs: Mapping[str, Any], index: int, check: Callable[[], None] | None) -> None:
         assert self._optimizer is not None and self.loaded.optimizer is not None
@@ -322,6 +322,19 @@ class Run:
         """Mean loss per step so far."""
         weights = self._metrics.get("metric/weight", [])
         return [total / max(weight, 1.0) for total, weight in zip(self._metrics.get("metric/loss", []), weights)]
+
+
+def _sum_graph(gradient: Graph) -> Graph:
+    """Adds the gradients of one step to the sums of the steps before, on the backend's own device."""
+    types = gradient.output_types()
+    names = [output.name for output in gradient.outputs_of_kind("gradient")]
+    builder = GraphBuilder()
+    before = {n: builder.input(f"before/{n}", "gradient", types[n].dtype, types[n].shape) for n in names}
+    fresh = {n: builder.input(n, "gradient", types[n].dtype, types[n].shape) for n in names}
+    for name in names:
+        (total,) = builder.node("add", [before[name], fresh[name]])
+        builder.output(name, "gradient", total)
+    return builder.build()
 
 
 def _wanted(values: Mapping[str, Any], graph: Graph) -> dict[str, Any]:

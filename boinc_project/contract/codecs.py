@@ -19,6 +19,7 @@ import numpy.typing as npt
 from boinc_project.contract.canonical import Taker
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.opset import TensorType
+from boinc_project.contract.tensorfile import FileTensor
 
 Array = npt.NDArray[Any]
 CODES_SUFFIX = "#codes"
@@ -55,16 +56,16 @@ class Codec:
         take.only("kind", "block", "compression")
         return Codec(take.text("kind", 16), take.integer("block", 1, MAX_BLOCK), take.text("compression", 8))
 
-    def encoded_types(self, types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    def encoded_types(self, types: Mapping[str, TensorType]) -> dict[str, FileTensor]:
         """Names and types of the tensors in the file for an update with these types."""
-        found: dict[str, TensorType] = {}
+        found: dict[str, FileTensor] = {}
         for name, kind in types.items():
             if self.kind == "int8" and kind.dtype == "float32":
                 elements = _elements(kind)
-                found[name + CODES_SUFFIX] = TensorType("int8", (elements,))
-                found[name + SCALES_SUFFIX] = TensorType("float32", (-(-elements // self.block),))
+                found[name + CODES_SUFFIX] = FileTensor("int8", (elements,))
+                found[name + SCALES_SUFFIX] = FileTensor("float32", (-(-elements // self.block),))
             else:
-                found[name] = kind
+                found[name] = FileTensor(kind.dtype, kind.shape)
         return found
 
     def encode(self, tensors: Mapping[str, Array]) -> dict[str, Array]:

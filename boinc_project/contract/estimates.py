@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from boinc_project.contract.graph import Graph, value_bytes
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import TensorType
 
 
 def tensor_bytes(types: Iterable[TensorType]) -> int:
     """Bytes of all these tensors together."""
-    return sum(value_bytes(kind) for kind in types)
+    return sum(kind.nbytes for kind in types)
 
 
 def memory_bytes(gradient: Graph, optimizer: Graph | None, update: Mapping[str, TensorType], data_bytes: int) -> int:

@@ -43,7 +43,6 @@ INPUT_KINDS = frozenset(
     }
 )
 OUTPUT_KINDS = frozenset({"parameter", "buffer", "optimizer", "gradient", "metric"})
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 
 class GraphError(ContractError):
@@ -132,16 +131,16 @@ class Graph:
         """
         types = self.value_types()
         last_use = self.last_uses()
-        alive = sum(value_bytes(each.type) for each in self.inputs)
+        alive = sum(each.type.nbytes for each in self.inputs)
         peak = alive
         first = len(self.inputs)
         for index, node in enumerate(self.nodes):
             made = range(first, first + len(node.outputs))
             first += len(node.outputs)
-            alive += sum(value_bytes(types[v]) for v in made)
+            alive += sum(types[v].nbytes for v in made)
             peak = max(peak, alive)
             dying = {v for v in node.inputs if v is not None and v >= len(self.inputs)} | set(made)
-            alive -= sum(value_bytes(types[v]) for v in dying if last_use.get(v, index) == index)
+            alive -= sum(types[v].nbytes for v in dying if last_use.get(v, index) == index)
         return peak
 
     def last_uses(self) -> dict[int, int]:
@@ -197,14 +196,6 @@ class Graph:
         if len(text) > MAX_GRAPH_BYTES:
             raise GraphError(f"graph has {len(text)} bytes of JSON, more than {MAX_GRAPH_BYTES}", fault="too_large")
         return _from_document(canonical.loads(text, "graph"))
-
-
-def value_bytes(kind: TensorType) -> int:
-    """Bytes of one value of this type."""
-    count = DTYPE_BYTES[kind.dtype]
-    for dim in kind.shape:
-        count *= dim
-    return count
 
 
 class GraphBuilder:
@@ -303,12 +294,7 @@ def _check_names(names: Sequence[str], what: str) -> None:
 
 
 def _check_type(kind: TensorType, place: str) -> None:
-    if kind.dtype not in DTYPE_BYTES:
-        raise GraphError(f"{place}: unknown dtype {kind.dtype!r}", fault="dtype")
-    elements = 1
-    for dim in kind.shape:
-        elements *= dim
-    if len(kind.shape) > 16 or any(dim < 0 for dim in kind.shape) or elements > MAX_VALUE_ELEMENTS:
+    if len(kind.shape) > 16 or kind.numel > MAX_VALUE_ELEMENTS:
         raise GraphError(f"{place}: shape {kind.shape} is out of bounds", fault="too_large")
 
 

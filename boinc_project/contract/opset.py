@@ -787,7 +787,7 @@ def _native_layer_norm_backward(inputs: Inputs, attrs: Attributes) -> Outputs:
     x = _given(inputs, 1)
     statistics, weight = _layer_norm_types(x, attrs)
     _need_types(inputs, ("grad", x), None, ("mean", statistics), ("rstd", statistics), ("w", weight), ("b", weight))
-    return _masked((x, weight, weight), attrs)
+    return _norm_gradients(x, weight, inputs[4], attrs)
 
 
 def _group_norm_types(x: TensorType, attrs: Attributes) -> tuple[TensorType, TensorType]:
@@ -809,7 +809,7 @@ def _native_group_norm_backward(inputs: Inputs, attrs: Attributes) -> Outputs:
     x = _given(inputs, 1)
     statistics, weight = _group_norm_types(x, attrs)
     _need_types(inputs, ("grad", x), None, ("mean", statistics), ("rstd", statistics), ("w", weight))
-    return _masked((x, weight, weight), attrs)
+    return _norm_gradients(x, weight, inputs[4], attrs)
 
 
 def _batch_norm_type(x: TensorType, attrs: Attributes) -> TensorType:
@@ -833,7 +833,14 @@ def _native_batch_norm_backward(inputs: Inputs, attrs: Attributes) -> Outputs:
     channel = _batch_norm_type(x, attrs)
     names = ("w", "running_mean", "running_var", "save_mean", "save_invstd")
     _need_types(inputs, ("grad", x), None, *((name, channel) for name in names))
-    return _masked((x, channel, channel), attrs)
+    return _norm_gradients(x, channel, inputs[2], attrs)
+
+
+def _norm_gradients(x: TensorType, weight: TensorType, given: TensorType | None, attrs: Attributes) -> Outputs:
+    """A gradient of weight or bias needs a weight: ATen takes their shape from it."""
+    mask = attrs["output_mask"]
+    _need(given is not None or not (mask[1] or mask[2]), "output_mask asks for the gradient of an absent w")
+    return _masked((x, weight, weight), attrs)
 
 
 def _need_types(inputs: Inputs, *wanted: tuple[str, TensorType] | None) -> None:

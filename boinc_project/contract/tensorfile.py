@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from safetensors.numpy import save as safetensors_save
 
 from boinc_project.contract import canonical
 from boinc_project.contract.errors import ContractError
-from boinc_project.contract.opset import TensorType
 
 MAX_HEADER_BYTES = 16 << 20  # 100,000 tensors fit
 MAX_TENSORS = 100_000
@@ -38,7 +37,32 @@ _DTYPES: Mapping[str, str] = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+FILE_ITEM_BYTES: Mapping[str, int] = {"float32": 4, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
 _ITEM_BYTES: Mapping[str, int] = {"F32": 4, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+class Described(Protocol):
+    """Anything with a dtype and a shape: a TensorType of the opset, or a FileTensor."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class FileTensor(NamedTuple):
+    """dtype and shape of a tensor in a file; int8, which no graph computes with, occurs in files alone."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        count = FILE_ITEM_BYTES[self.dtype]
+        for dim in self.shape:
+            count *= dim
+        return count
 
 
 class TensorFileError(ContractError):
@@ -62,7 +86,7 @@ def to_bytes(tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = 
 
 def from_bytes(
     data: bytes | memoryview,
-    expected: Mapping[str, TensorType] | None = None,
+    expected: Mapping[str, Described] | None = None,
     what: str = "tensor file",
     fault_type: type[ContractError] = TensorFileError,
 ) -> TensorFile:
@@ -151,7 +175,7 @@ def sync_folder(folder: Path) -> None:
 
 def read(
     path: Path,
-    expected: Mapping[str, TensorType] | None = None,
+    expected: Mapping[str, Described] | None = None,
     max_bytes: int | None = None,
     fault_type: type[ContractError] = TensorFileError,
 ) -> TensorFile:

@@ -22,8 +22,9 @@ import numpy as np
 from boinc_project.contract import canonical, tensorfile
 from boinc_project.contract.codecs import Array, Codec
 from boinc_project.contract.errors import ContractError, InvalidResult
-from boinc_project.contract.graph import DTYPE_BYTES, Graph
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import TensorType
+from boinc_project.contract.tensorfile import FileTensor
 
 FORMAT = "boinc-train-update"
 MAX_METADATA_BYTES = 64 << 10
@@ -52,10 +53,10 @@ def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
     return found
 
 
-def file_types(types: Mapping[str, TensorType], codec: Codec) -> dict[str, TensorType]:
+def file_types(types: Mapping[str, TensorType], codec: Codec) -> dict[str, FileTensor]:
     """Name -> type of every tensor in the file: the encoded ones replaced by their codes."""
     coded = {name: kind for name, kind in types.items() if name.startswith(ENCODED_PREFIXES)}
-    plain = {name: kind for name, kind in types.items() if name not in coded}
+    plain = {name: FileTensor(kind.dtype, kind.shape) for name, kind in types.items() if name not in coded}
     return {**codec.encoded_types(coded), **plain}
 
 
@@ -68,10 +69,7 @@ def max_update_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
 def _max_plain_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
     total = 4096 + 2 * MAX_METADATA_BYTES
     for name, kind in file_types(types, codec).items():
-        size = 1 if kind.dtype == "int8" else DTYPE_BYTES[kind.dtype]
-        for dim in kind.shape:
-            size *= dim
-        total += size + 2 * len(name) + 200
+        total += kind.nbytes + 2 * len(name) + 200
     return total
 
 

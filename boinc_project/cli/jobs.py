@@ -1,0 +1,253 @@
+"""`job ...` and `weights`: making, steering and harvesting jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import sqlalchemy as sa
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from boinc_project import store
+from boinc_project.cli.errors import Mistake
+from boinc_project.cli.project import APP_NAME, open_project, project_option
+from boinc_project.contract import tensorfile
+from boinc_project.database import Database
+from boinc_project.gt_tables import (
+    Disposition,
+    JobState,
+    MicrotaskState,
+    gt_job,
+    gt_ledger,
+    gt_microtask,
+    gt_round,
+    gt_version,
+)
+from boinc_project.project_tree import ProjectTree
+from boinc_project.store import JobRow
+
+
+@click.group()
+def job() -> None:
+    """Create, show and steer training jobs."""
+
+
+@job.command("create")
+@click.argument("job_toml", type=click.Path(path_type=Path))
+@project_option
+def create(job_toml: Path, project_dir: Path | None) -> None:
+    """Trace the model that JOB_TOML names, publish it and its data, and start training."""
+    tree = open_project(project_dir)
+    console = Console(stderr=True)
+    create_job(tree, job_toml, console)
+
+
+def create_job(tree: ProjectTree, job_toml: Path, console: Console) -> int:
+    """Load, export and publish a job with a progress line; returns its id."""
+    from work_generator.export import export_job
+    from work_generator.job import Job
+    from work_generator.publish import publish_job
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("loading the model and data", total=None)
+        loaded = Job.load(job_toml)
+        bars.update(task, description="tracing the model")
+        exported = export_job(loaded)
+        with tree.database() as database:
+            store.create_own_tables(database)
+            job_id = publish_job(
+                tree, database, loaded, exported, APP_NAME, lambda text: bars.update(task, description=text)
+            )
+    for note in (*loaded.notes, *exported.notes):
+        console.print(f"note: {note}")
+    parameters = sum(a.size for name, a in exported.state.items() if name.startswith("parameter/"))
+    console.print(
+        f"Job {loaded.config.job.name!r} is running: {parameters:,} parameters, {len(exported.gradient.nodes)} nodes."
+    )
+    return job_id
+
+
+@job.command("list")
+@project_option
+def list_jobs(project_dir: Path | None) -> None:
+    """List the project's jobs."""
+    tree = open_project(project_dir)
+    with tree.database() as database, database.read() as connection:
+        rows = store.jobs(connection)
+    table = Table("job", "state", "policy", "version", "of", "note")
+    for row in rows:
+        train = row.config.train
+        table.add_row(row.name, row.state, train.policy, str(row.current_version), str(train.max_versions), row.note)
+    Console().print(table)
+
+
+@job.command("show")
+@click.argument("name")
+@project_option
+def show(name: str, project_dir: Path | None) -> None:
+    """Show a job: settings, versions, losses, the open round."""
+    tree = open_project(project_dir)
+    console = Console()
+    with tree.database() as database, database.read() as connection:
+        found = named_job(connection, name)
+        versions = store.versions(connection, found.id)
+        tasks = store.microtasks(connection, found.id, found.current_version)
+    console.print(f"{found.name}: {found.state} at version {found.current_version}. {found.note}")
+    console.print(f"{found.config.job.description} Data: {found.config.data.license}.", highlight=False)
+    console.print(
+        f"policy {found.config.train.policy}, {found.config.train.microtasks_per_version} microtasks per version,"
+        f" quorum {found.config.workunit.min_quorum}, {found.facts.step_flops / 1e9:.3g} GFLOP per step,"
+        f" {found.facts.memory_bytes / 1e6:.0f} MB of memory, results up to {found.facts.max_update_bytes / 1e6:.2f} MB"
+    )
+    table = Table("version", "loss", "held-out", "contributions", "samples", "made")
+    for row in versions[-20:]:
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))
+        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+        values = (str(row["version"]), loss, row["evaluation"], str(row["contributions"]), str(row["samples"]), made)
+        table.add_row(*values)
+    console.print(table)
+    for task in tasks:
+        console.print(f"  slot {task['slot']}: {task['state']} {task['workunit_name']} {task['note']}", highlight=False)
+
+
+@job.command("pause")
+@click.argument("name")
+@project_option
+def pause(name: str, project_dir: Path | None) -> None:
+    """Issue no more microtasks; what is out is still credited and applied."""
+    change_state(project_dir, name, {JobState.RUNNING}, JobState.PAUSED)
+
+
+@job.command("resume")
+@click.argument("name")
+@project_option
+def resume(name: str, project_dir: Path | None) -> None:
+    """Go on with a paused or failed job; slots that failed too often are tried afresh."""
+    tree = open_project(project_dir)
+    change_state(project_dir, name, {JobState.PAUSED, JobState.FAILED}, JobState.RUNNING)
+    with tree.database() as database, database.transaction() as connection:
+        found = named_job(connection, name)
+        connection.execute(
+            sa.update(gt_microtask)
+            .where(
+                gt_microtask.c.job_id == found.id,
+                gt_microtask.c.version == found.current_version,
+                gt_microtask.c.state == str(MicrotaskState.FAILED),
+            )
+            .values(state=str(MicrotaskState.CANCELLED))
+        )
+
+
+@job.command("rollback")
+@click.argument("name")
+@click.argument("version", type=int)
+@project_option
+def rollback(name: str, version: int, project_dir: Path | None) -> None:
+    """Make VERSION the current one again; later versions and what was computed from them are dropped."""
+    tree = open_project(project_dir)
+    with tree.database() as database:
+        roll_back(tree, database, name, version)
+    click.echo(f"Job {name!r} is paused at version {version}; resume it with boinc-train job resume {name}.")
+
+
+def roll_back(tree: ProjectTree, database: Database, name: str, version: int) -> None:
+    """Take a job back to a version. Credit stays granted; contributions stay in the ledger as dropped."""
+    with database.read() as connection:
+        found = named_job(connection, name)
+        target = store.version_row(connection, found.id, version)
+    if target is None or version > found.current_version:
+        raise Mistake(f"job {name!r} has no version {version}; it has versions 0 to {found.current_version}")
+    # The state must be published again before workunits name it; files come before rows.
+    data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
+    from work_generator.publish import Publisher
+
+    published = Publisher(tree, found.name).state(version, data)
+    with database.transaction() as connection:
+        locked = store.lock_job(connection, found.id)
+        if locked is None or locked["current_version"] != found.current_version:
+            raise Mistake(f"job {name!r} went on meanwhile; pause it first, then roll it back")
+        store.record_file(connection, found.id, "state", published, version=version)
+        connection.execute(sa.delete(gt_version).where(gt_version.c.job_id == found.id, gt_version.c.version > version))
+        connection.execute(sa.delete(gt_round).where(gt_round.c.job_id == found.id, gt_round.c.version > version))
+        connection.execute(
+            sa.update(gt_ledger)
+            .where(gt_ledger.c.job_id == found.id, gt_ledger.c.base_version >= version)
+            .values(disposition=str(Disposition.DROPPED), applied_version=None)
+        )
+        connection.execute(
+            sa.update(gt_microtask)
+            .where(gt_microtask.c.job_id == found.id, gt_microtask.c.version >= version)
+            .values(state=str(MicrotaskState.CANCELLED), note=f"rolled back to version {version}")
+        )
+        connection.execute(
+            sa.update(gt_job)
+            .where(gt_job.c.id == found.id)
+            .values(current_version=version, state=str(JobState.PAUSED), note=f"rolled back to version {version}")
+        )
+
+
+def change_state(project_dir: Path | None, name: str, allowed: set[JobState], new: JobState) -> None:
+    """Move a job from one of the allowed states to a new one."""
+    tree = open_project(project_dir)
+    with tree.database() as database, database.transaction() as connection:
+        found = named_job(connection, name)
+        if found.state not in allowed:
+            wanted = " or ".join(sorted(allowed))
+            raise Mistake(f"job {name!r} is {found.state}; only a {wanted} job can become {new}")
+        store.set_job_state(connection, found.id, new)
+    click.echo(f"Job {name!r} is {new}.")
+
+
+def named_job(connection: sa.Connection, name: str) -> JobRow:
+    """The job of that name, or a Mistake that lists those there are."""
+    if not sa.inspect(connection).has_table(gt_job.name):
+        raise Mistake("the project has no jobs yet; make one with boinc-train job create")
+    found = store.job_named(connection, name)
+    if found is None:
+        names = ", ".join(each.name for each in store.jobs(connection)) or "none"
+        raise Mistake(f"the project has no job {name!r} (it has: {names})")
+    return found
+
+
+@click.command()
+@click.argument("name")
+@click.option("--version", type=int, default=None, help="Model version (default: the newest).")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="File to write (default: NAME-vVERSION.safetensors).",
+)
+@project_option
+def weights(name: str, version: int | None, output: Path | None, project_dir: Path | None) -> None:
+    """Write a version's weights as a plain state_dict in safetensors."""
+    tree = open_project(project_dir)
+    with tree.database() as database, database.read() as connection:
+        found = named_job(connection, name)
+        number = found.current_version if version is None else version
+        row = store.version_row(connection, found.id, number)
+    if row is None:
+        raise Mistake(f"job {name!r} has no version {number}; it has versions 0 to {found.current_version}")
+    path = output or Path(f"{name}-v{number}.safetensors")
+    if not path.parent.is_dir():
+        raise Mistake(f"the folder {path.parent} does not exist; create it or choose another --output")
+    write_weights(found, row, path)
+    click.echo(f"Wrote version {number} of {name!r} to {path}.")
+
+
+def write_weights(found: JobRow, row: Mapping[str, Any], path: Path) -> None:
+    """A version's state_dict: every name of the model's own state_dict, loadable with load_state_dict."""
+    from safetensors.numpy import save
+
+    tensors = found.folder.read_state(int(row["version"]), str(row["state_sha256"]))
+    if found.facts.constants is not None:
+        tensors.update(tensorfile.read(found.folder.constants_path).tensors)
+    state_dict = {name: tensors[inner].copy() for name, inner in sorted(found.facts.state_dict.items())}
+    metadata = {"job": found.name, "version": str(row["version"])}
+    tensorfile.write_bytes(path, save(state_dict, metadata))

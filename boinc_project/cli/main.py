@@ -1,0 +1,38 @@
+"""The command group, and how a user's mistakes are told from our own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from boinc_project import __version__
+from boinc_project.cli.demo import demo
+from boinc_project.cli.errors import user_mistakes
+from boinc_project.cli.jobs import job, weights
+from boinc_project.cli.local import export, run
+from boinc_project.cli.project import build_app, serve
+from boinc_project.cli.status import status
+
+
+class Group(click.Group):
+    """Turns exceptions that mean "the user must change something" into one sentence and exit status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except user_mistakes() as error:
+            text = " ".join(str(error).split())
+            print(f"boinc-train: {text}", file=sys.stderr)
+            ctx.exit(2)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="boinc-train")
+def main() -> None:
+    """Train PyTorch models on volunteers' computers through a BOINC project."""
+
+
+for command in (demo, serve, build_app, job, status, weights, export, run):
+    main.add_command(command)

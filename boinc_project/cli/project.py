@@ -1,0 +1,214 @@
+"""`serve` and `build-app`: a project of one's own on this machine."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from boinc_project import store
+from boinc_project.app_versions import add_app, update_versions
+from boinc_project.cli.errors import Mistake
+from boinc_project.config import find_project_dir
+from boinc_project.processes import Processes, daemon_commands, only_starter
+from boinc_project.project_tree import ProjectTree, create_project
+
+APP_NAME = "gradient"
+APP_TITLE = "Gradient training"
+DEFAULT_PORT = 8080
+DEFAULT_SLEEP_S = 0.25
+
+project_option = click.option(
+    "--project",
+    "project_dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="The project's folder (default: BOINC_PROJECT_DIR, or the folder you are in).",
+)
+
+
+def open_project(project_dir: Path | None) -> ProjectTree:
+    """The project that the user means."""
+    if project_dir is None:
+        return ProjectTree(find_project_dir())
+    if not (project_dir / "config.xml").is_file():
+        raise Mistake(f"there is no BOINC project in {project_dir} (no config.xml); make one with boinc-train serve")
+    return ProjectTree(project_dir)
+
+
+@click.command()
+@click.argument("project_dir", type=click.Path(path_type=Path))
+@click.option("--port", default=DEFAULT_PORT, show_default=True, help="TCP port; the address is 127.0.0.1.")
+@click.option("--name", default="boinc-train", show_default=True, help="The project's name, shown to volunteers.")
+@click.option(
+    "--sleep-interval",
+    default=DEFAULT_SLEEP_S,
+    show_default=True,
+    help="Seconds between the daemons' passes.",
+)
+@click.option(
+    "--votes",
+    type=click.Choice(["user", "host"]),
+    default="user",
+    show_default=True,
+    help="Whose copies count as independent: host is for a private lab with one account.",
+)
+@click.option("--no-daemons", is_flag=True, help="Start the server alone.")
+def serve(project_dir: Path, port: int, name: str, sleep_interval: float, votes: str, no_daemons: bool) -> None:
+    """Serve the project in PROJECT_DIR, made new if the folder holds none, until Ctrl-C.
+
+    Starts the embedded BOINC server and the three daemons; their logs are in PROJECT_DIR/log.
+    """
+    console = Console(stderr=True)
+    prepare_project(project_dir, port, name)
+    project_dir = project_dir.resolve()
+    with only_starter(project_dir), stop_on_signals() as stopping:
+        processes = project_processes(project_dir, sleep_interval, votes, daemons=not no_daemons)
+        processes.start()
+        try:
+            wait_until_listening(project_dir, processes)
+            tree = ProjectTree(project_dir)
+            console.print(
+                f"Serving {tree.config.master_url} from {project_dir}; logs in {project_dir}/log; Ctrl-C stops."
+            )
+            while not stopping.is_set:
+                for event in processes.watch():
+                    console.print(event)
+                time.sleep(0.5)
+        finally:
+            processes.stop()
+    console.print("Stopped.")
+
+
+def prepare_project(project_dir: Path, port: int, name: str) -> ProjectTree:
+    """Open the embedded project in a folder, or make one there; the port of an existing one must be the same."""
+    if not 1 <= port <= 65535:
+        raise Mistake(f"port {port} does not exist; choose one from 1024 to 65535")
+    if (project_dir / "config.xml").is_file():
+        tree = ProjectTree(project_dir)
+        if f":{port}/" not in tree.config.master_url:
+            raise Mistake(
+                f"the project in {project_dir} has the address {tree.config.master_url}, which clients remember;"
+                f" serve it on that port, or make a new project in another folder"
+            )
+    else:
+        parent = project_dir if project_dir.exists() else project_dir.parent
+        if not parent.is_dir():
+            raise Mistake(f"the folder {parent} does not exist; create it or choose another place for the project")
+        check_port(port)
+        tree = create_project(project_dir, master_url=f"http://127.0.0.1:{port}/train/", long_name=name)
+    with tree.database() as database:
+        store.create_own_tables(database)
+        add_app(database, APP_NAME, APP_TITLE)
+    return tree
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that something else listens on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise Mistake(f"port {port} cannot be used ({error.strerror}); choose another with --port") from error
+
+
+def project_processes(project_dir: Path, sleep_interval: float, votes: str, daemons: bool = True) -> Processes:
+    """The server and the daemons of a project, not started yet."""
+    processes = Processes(project_dir)
+    processes.add("server", [sys.executable, "-m", "boinc_project.server", str(project_dir)])
+    if daemons:
+        for name, command in daemon_commands(sleep_interval, votes).items():
+            processes.add(name, command)
+    return processes
+
+
+def wait_until_listening(project_dir: Path, processes: Processes, patience_s: float = 30.0) -> None:
+    """Wait for the server's port; Mistake with the end of its log if it does not come up."""
+    tree = ProjectTree(project_dir)
+    port = int(tree.config.master_url.split(":")[2].split("/")[0])
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if processes.pid("server") is None:
+            break
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    log = processes.log_path("server")
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    last = text.splitlines()[-1] if text else "nothing was logged"
+    raise Mistake(f"the server does not start: {last} (log: {log})")
+
+
+class Flag:
+    """Set by a signal handler."""
+
+    is_set = False
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Flag]:
+    """Turn SIGINT and SIGTERM into a flag while the block runs."""
+    flag = Flag()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        flag.is_set = True
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@click.command("build-app")
+@project_option
+@click.option("--version", default="1.00", show_default=True, help="BOINC's MAJOR.MINOR.")
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder that keeps finished builds (default: .cache/app in the repository).",
+)
+@click.option("--no-publish", is_flag=True, help="Only build; publish later with BOINC's update_versions.")
+def build_app(project_dir: Path | None, version: str, cache: Path | None, no_publish: bool) -> None:
+    """Build the volunteers' application (one file, no Python needed) and publish it in the project."""
+    tree = open_project(project_dir)
+    console = Console(stderr=True)
+    folder = build_and_publish(tree, version, cache, console, publish=not no_publish)
+    console.print(f"The app version is in {folder}.")
+
+
+def build_and_publish(
+    tree: ProjectTree, version: str, cache: Path | None, console: Console, publish: bool = True
+) -> Path:
+    """Build the app into the project's apps/ folder and publish it as update_versions does."""
+    from apps.packaging.build import REPOSITORY
+    from apps.packaging.build import build_app as build
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("building the application", total=1.0)
+
+        def report(stage: str, share: float) -> None:
+            bars.update(task, completed=share, description=f"building the application: {stage}")
+
+        built = build(tree.project_dir, version, cache or REPOSITORY / ".cache" / "app", report)
+    if publish:
+        with tree.database() as database:
+            add_app(database, APP_NAME, APP_TITLE)
+            update_versions(tree, database)
+    return built.folder
