@@ -12,13 +12,15 @@ node that failed) follows torch.fx.Interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 from apps.gradient.backends.backend import Backend, Call, Kernel, Number, Tensor
 from boinc_project.contract.graph import Graph, Node
-from boinc_project.contract.opset import OPSET, TensorType
+from boinc_project.contract.opset import OPSET, TensorType, infer
+
+__all__ = ["Backend", "ExecutionError", "Executor", "apply", "missing_operators"]
 
 # Values that need no input (masks, position numbers) are computed once and kept, within these bounds, so that
 # keeping them cannot double the memory a graph was admitted with.
@@ -62,13 +64,11 @@ class Executor:
             raise ValueError(f"the {backend.name} backend lacks {', '.join(missing)}")
         self.graph, self.backend, self._verify = graph, backend, verify
         self._types = graph.value_types()
-        self._constants: list[Optional[Tensor]] = [None] * (len(self._types) + 1)
+        self._constants: list[Tensor | None] = [None] * (len(self._types) + 1)
         with backend.scope():
             self._steps = self._plan()
 
-    def run(
-        self, inputs: Mapping[str, Tensor], check: Optional[Callable[[], None]] = None
-    ) -> dict[str, Tensor]:
+    def run(self, inputs: Mapping[str, Tensor], check: Callable[[], None] | None = None) -> dict[str, Tensor]:
         """Outputs by name for inputs by name (more inputs than the graph names are allowed).
 
         `check` is called before each node and stops the run by raising; its exception passes unchanged. Outputs
@@ -86,19 +86,18 @@ class Executor:
             self._run_steps(values, check)
         return {output.name: values[output.value] for output in self.graph.outputs}
 
-    def _run_steps(self, values: list[Optional[Tensor]], check: Optional[Callable[[], None]]) -> None:
+    def _run_steps(self, values: list[Tensor | None], check: Callable[[], None] | None) -> None:
         get = values.__getitem__
         for index, kernel, arguments, first, count, dead in self._loop:
             if check is not None:
                 check()
-            try:
-                made = kernel(*map(get, arguments))
+            try:  # the results go straight into the list: a name for them would keep them alive
+                if count == 1:
+                    values[first] = kernel(*map(get, arguments))
+                else:
+                    values[first : first + count] = kernel(*map(get, arguments))
             except Exception as error:
                 raise self._failure(index, error) from error
-            if count == 1:
-                values[first] = made
-            else:
-                values[first : first + count] = made
             if self._verify:
                 self._check_outputs(index, values[first : first + count])
             for value in dead:
@@ -117,14 +116,12 @@ class Executor:
                 kernel = self.backend.ops[node.op](self._call(node))
             except Exception as error:
                 raise self._failure(index, error) from error
-            size = max(sum(self._types[value].nbytes for value in made), 0)
+            size = sum(self._types[value].nbytes for value in made)
             if self._foldable(node) and size <= FOLD_BYTES_EACH and folded_bytes + size <= FOLD_BYTES_TOTAL:
                 folded_bytes += size
                 self._fold(index, node, kernel, made)
             else:
-                used = {
-                    value for value in node.inputs if value is not None and self._constants[value] is None
-                }
+                used = {value for value in node.inputs if value is not None and self._constants[value] is None}
                 dead = [v for v in sorted(used | set(made)) if last_use.get(v, index) == index]
                 arguments = tuple(ABSENT if value is None else value for value in node.inputs)
                 steps.append(_Step(index, kernel, arguments, first, len(made), tuple(dead)))
@@ -137,7 +134,7 @@ class Executor:
         types = tuple(None if value is None else self._types[value] for value in node.inputs)
         return Call(node.op, node.attrs, types, node.outputs, tuple(map(self._immediate, node.inputs)))
 
-    def _immediate(self, value: Optional[int]) -> Optional[Number]:
+    def _immediate(self, value: int | None) -> Number | None:
         if value is None or self._constants[value] is None or self._types[value].shape:
             return None
         number: Number = self.backend.to_numpy(self._constants[value]).item()
@@ -175,6 +172,19 @@ class Executor:
         if given != node.outputs:
             text = ", ".join(map(str, given))
             raise self._failure(index, TypeError(f"the {self.backend.name} backend made {text}"))
+
+
+def apply(
+    backend: Backend, op: str, tensors: Sequence[Tensor | None], attrs: Mapping[str, Any] | None = None
+) -> tuple[Tensor, ...]:
+    """One operator on tensors, without a graph: for sums between steps, and for tests. Raises what fails."""
+    types = tuple(None if tensor is None else backend.type_of(tensor) for tensor in tensors)
+    attributes = dict(attrs or {})
+    outputs = infer(op, types, attributes)
+    kernel = backend.ops[op](Call(op, attributes, types, outputs, (None,) * len(types)))
+    with backend.scope():
+        made = kernel(*tensors)
+    return (made,) if len(outputs) == 1 else tuple(made)
 
 
 def missing_operators(backend: Backend) -> list[str]:

@@ -56,8 +56,6 @@ def uniform(seed: int, step: int, stream: int, count: int) -> np.ndarray[Any, np
     return out.reshape(-1)[:count]
 
 
-def bernoulli(
-    seed: int, step: int, stream: int, count: int, p: float
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def bernoulli(seed: int, step: int, stream: int, count: int, p: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     """`count` float32 numbers, 1 with probability p rounded to float32 and otherwise 0."""
     return (uniform(seed, step, stream, count) < np.float32(p)).astype(np.float32)

@@ -7,7 +7,6 @@ PyOpenCL are not installed.
 from __future__ import annotations
 
 import importlib
-from typing import Optional
 
 from apps.gradient.backends.backend import Backend, Call, Kernel, OutOfRange, Prepare, Tensor
 from boinc_project.contract.errors import UnfitHost
@@ -20,7 +19,7 @@ BACKEND_MODULES = {
 }
 
 
-def open_backend(name: str, threads: int = 1, device: Optional[str] = None) -> Backend:
+def open_backend(name: str, threads: int = 1, device: str | None = None) -> Backend:
     """Open a backend on a device (None: its default) with so many CPU threads.
 
     Raises ValueError for an unknown name and UnfitHost where the library or the device is missing.

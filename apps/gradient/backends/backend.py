@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Protocol, Union
+from typing import Any, Callable, Protocol, Union
 
 import numpy as np
 
@@ -34,9 +34,9 @@ class Call:
 
     op: str
     attrs: Mapping[str, Any]
-    inputs: tuple[Optional[TensorType], ...]
+    inputs: tuple[TensorType | None, ...]
     outputs: tuple[TensorType, ...]
-    immediates: tuple[Optional[Number], ...]
+    immediates: tuple[Number | None, ...]
 
     def input(self, position: int) -> TensorType:
         """The type of an input that is not optional."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import threadpoolctl
@@ -36,7 +36,8 @@ def _for_blas(x: Array) -> Array:
 
 
 def _matmul(a: Array, b: Array) -> Array:
-    return np.matmul(_for_blas(a), _for_blas(b))
+    product: Array = np.matmul(_for_blas(a), _for_blas(b))
+    return product
 
 
 def _addmm(bias: Array, a: Array, b: Array) -> Array:
@@ -83,9 +84,7 @@ class NumpyBackend:
     def describe(self) -> Mapping[str, str]:
         """Device, library versions and precision settings."""
         blas = {
-            f"{p['internal_api']} {p['version']}"
-            for p in threadpoolctl.threadpool_info()
-            if p["user_api"] == "blas"
+            f"{p['internal_api']} {p['version']}" for p in threadpoolctl.threadpool_info() if p["user_api"] == "blas"
         }
         return {
             "backend": "numpy",
@@ -116,7 +115,7 @@ class NumpyBackend:
         """Nothing to wait for."""
 
 
-def open_backend(threads: int, device: Optional[str]) -> NumpyBackend:
+def open_backend(threads: int, device: str | None) -> NumpyBackend:
     """The backend on the CPU; any other device is refused."""
     if device not in (None, "cpu"):
         raise UnfitHost(f"the numpy backend runs on the cpu, not on {device!r}")

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -61,11 +61,11 @@ class Geometry:
     def padded_shape(self, batch: int) -> tuple[int, ...]:
         return (batch, self.channels, *(s + 2 * p for s, p in zip(self.size, self.padding)))
 
-    def inside(self) -> tuple[slice, ...]:
+    def inside(self) -> tuple[Any, ...]:
         """The part of the padded x that is x."""
         return (slice(None), slice(None), *(slice(p, p + s) for s, p in zip(self.size, self.padding)))
 
-    def taps(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    def taps(self) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
         """Each kernel position and the elements of the padded x that it meets, one for each output position."""
         return _taps(self.kernel, self.stride, self.dilation, self.out)
 
@@ -93,11 +93,9 @@ class Geometry:
 
 def _taps(
     kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], out: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
     for position in itertools.product(*map(range, kernel)):
-        spatial = (
-            slice(p * d, p * d + (n - 1) * s + 1, s) for p, d, s, n in zip(position, dilation, stride, out)
-        )
+        spatial = (slice(p * d, p * d + (n - 1) * s + 1, s) for p, d, s, n in zip(position, dilation, stride, out))
         yield position, (slice(None), slice(None), *spatial)
 
 
@@ -122,11 +120,10 @@ def _weight_gradient(grad: Array, x: Array, g: Geometry) -> Array:
         gw = np.zeros(shape, np.float32)
         every = (0, *range(2, grad.ndim))
         for position, region in g.taps():
-            gw[(slice(None), 0, *position)] = sum_float(padded[region] * grad, every)
+            at: Any = (slice(None), 0, *position)
+            gw[at] = sum_float(padded[region] * grad, every)
         return gw
-    grad_NGOL = np.ascontiguousarray(grad).reshape(
-        g.batch, g.groups, g.features // g.groups, math.prod(g.out)
-    )
+    grad_NGOL = np.ascontiguousarray(grad).reshape(g.batch, g.groups, g.features // g.groups, math.prod(g.out))
     gw_GOK = np.zeros((g.groups, g.features // g.groups, g.window), np.float32)
     for some in g.chunks():
         each = np.matmul(grad_NGOL[some], g.windows(padded[some]).transpose(0, 1, 3, 2))
@@ -135,27 +132,29 @@ def _weight_gradient(grad: Array, x: Array, g: Geometry) -> Array:
 
 
 def _input_gradient(grad: Array, w: Array, g: Geometry) -> Array:
-    padded = np.zeros(g.padded_shape(g.batch), np.float32)
+    padded: Array = np.zeros(g.padded_shape(g.batch), np.float32)
+    inside = g.inside()
     if g.depthwise:
         for position, region in g.taps():
             padded[region] += grad * _tap_weight(w, position)
-        return padded[g.inside()]
-    grad_NGOL = np.ascontiguousarray(grad).reshape(
-        g.batch, g.groups, g.features // g.groups, math.prod(g.out)
-    )
+        cropped: Array = padded[inside]
+        return cropped
+    grad_NGOL = np.ascontiguousarray(grad).reshape(g.batch, g.groups, g.features // g.groups, math.prod(g.out))
     w_GKO = np.ascontiguousarray(w).reshape(g.groups, g.features // g.groups, g.window).transpose(0, 2, 1)
     for some in g.chunks():
         columns = np.matmul(w_GKO, grad_NGOL[some]).reshape(-1, g.channels, *g.kernel, *g.out)
         part = padded[some]
         for position, region in g.taps():
             part[region] += columns[(slice(None), slice(None), *position)]
-    return padded[g.inside()]
+    cropped = padded[inside]
+    return cropped
 
 
 def _tap_weight(w: Array, position: tuple[int, ...]) -> Array:
     """[C, 1, ...] of a depthwise kernel at one position."""
-    at: Array = w[(slice(None), 0, *position)]
-    return at.reshape(-1, *(1,) * len(position))
+    place: Any = (slice(None), 0, *position)
+    weight: Array = w[place].reshape(-1, *(1,) * len(position))
+    return weight
 
 
 def _geometry(x: Sequence[int], y: Sequence[int], w: Sequence[int], attrs: Mapping[str, Any]) -> Geometry:
@@ -179,7 +178,7 @@ def _convolution(call: Call) -> Kernel:
     g = _geometry(out, x, w, call.attrs) if transposed else _geometry(x, out, w, call.attrs)
     per_channel = (out[1],) + (1,) * (len(out) - 2)
 
-    def kernel(array: Array, weight: Array, bias: Optional[Array]) -> Array:
+    def kernel(array: Array, weight: Array, bias: Array | None) -> Array:
         result = _input_gradient(array, weight, g) if transposed else _forward(array, weight, g)
         if bias is not None:
             result += bias.reshape(per_channel)
@@ -227,7 +226,7 @@ def _pool_padded(x: Array, call: Call, out: Sequence[int], fill: float) -> Array
 def _max_pool2d(call: Call) -> Kernel:
     """The maximum and its flat position in the plane: the first of equals, NaN above all, as ATen finds them."""
     attrs, (out_type, _) = call.attrs, call.outputs
-    height, width = call.input(0).shape[2:]
+    width = call.input(0).shape[3]
     rows, columns = (_first_inside(attrs, axis, out_type.shape[2 + axis]) for axis in (0, 1))
     taps = list(_taps(attrs["kernel_size"], attrs["stride"], attrs["dilation"], out_type.shape[2:]))
     starts = [np.arange(n) * s - p for n, s, p in zip(out_type.shape[2:], attrs["stride"], attrs["padding"])]

@@ -130,7 +130,8 @@ def _gelu_tanh_inner(x: Array) -> Array:
     inner += _ONE
     inner *= x
     inner *= _SQRT_2_OVER_PI
-    return np.tanh(inner, out=inner)
+    np.tanh(inner, out=inner)
+    return inner
 
 
 def _gelu_tanh(x: Array, out: Array) -> None:

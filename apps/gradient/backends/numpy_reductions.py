@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -52,14 +52,13 @@ def _column_sums(x: Array) -> Array:
     while x.shape[1] > SUM_BLOCK:
         blocks = x.shape[1] // SUM_BLOCK
         whole = x[:, : blocks * SUM_BLOCK].reshape(-1, SUM_BLOCK, x.shape[2])
-        partial = np.matmul(np.ones((1, SUM_BLOCK), np.float32), whole).reshape(
-            x.shape[0], blocks, x.shape[2]
-        )
+        partial = np.matmul(np.ones((1, SUM_BLOCK), np.float32), whole).reshape(x.shape[0], blocks, x.shape[2])
         rest = x[:, blocks * SUM_BLOCK :]
         if rest.shape[1]:
             partial = np.concatenate((partial, rest.sum(axis=1, keepdims=True)), axis=1)
         x = partial
-    return x.sum(axis=1)
+    total: Array = x.sum(axis=1)
+    return total
 
 
 # --- reductions -----------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def _softmax(call: Call) -> Kernel:
     dim = call.attrs["dim"]
 
     def kernel(x: Array) -> Array:
-        out = x - x.max(axis=dim, keepdims=True)
+        out: Array = x - x.max(axis=dim, keepdims=True)
         np.exp(out, out=out)
         out /= out.sum(axis=dim, keepdims=True)
         return out
@@ -127,7 +126,7 @@ def _log_softmax(call: Call) -> Kernel:
     dim = call.attrs["dim"]
 
     def kernel(x: Array) -> Array:
-        out = x - x.max(axis=dim, keepdims=True)
+        out: Array = x - x.max(axis=dim, keepdims=True)
         out -= np.log(np.exp(out).sum(axis=dim, keepdims=True))
         return out
 
@@ -190,7 +189,7 @@ def _normalised_backward(grad_MD: Array, hat_MD: Array, rstd_M: Array) -> Array:
     return hat_MD
 
 
-def _scaled(hat: Array, weight: Optional[Array], bias: Optional[Array]) -> Array:
+def _scaled(hat: Array, weight: Array | None, bias: Array | None) -> Array:
     """hat * weight + bias, in place."""
     if weight is not None:
         hat *= weight
@@ -205,7 +204,7 @@ def _native_layer_norm(call: Call) -> Kernel:
     rows = x_type.numel // size
     statistics = call.outputs[1].shape
 
-    def kernel(x: Array, weight: Optional[Array], bias: Optional[Array]) -> tuple[Array, Array, Array]:
+    def kernel(x: Array, weight: Array | None, bias: Array | None) -> tuple[Array, Array, Array]:
         hat_MD, mean_M, rstd_M = _normalised(x.reshape(rows, size), eps)
         out = _scaled(hat_MD.reshape(x_type.shape), weight, bias)
         return out, mean_M.reshape(statistics), rstd_M.reshape(statistics)
@@ -219,9 +218,7 @@ def _native_layer_norm_backward(call: Call) -> Kernel:
     size = math.prod(inner)
     rows = x_type.numel // size
 
-    def kernel(
-        grad: Array, x: Array, mean: Array, rstd: Array, weight: Optional[Array], bias: Optional[Array]
-    ) -> Any:
+    def kernel(grad: Array, x: Array, mean: Array, rstd: Array, weight: Array | None, bias: Array | None) -> Any:
         grad_MD, rstd_M = grad.reshape(rows, size), rstd.reshape(rows)
         hat_MD = x.reshape(rows, size) - mean.reshape(rows, 1)
         hat_MD *= rstd_M[:, None]
@@ -243,7 +240,7 @@ def _native_group_norm(call: Call) -> Kernel:
     batch, channels = x_type.shape[:2]
     per_channel = (channels,) + (1,) * (len(x_type.shape) - 2)
 
-    def kernel(x: Array, weight: Optional[Array], bias: Optional[Array]) -> tuple[Array, Array, Array]:
+    def kernel(x: Array, weight: Array | None, bias: Array | None) -> tuple[Array, Array, Array]:
         hat_MD, mean_M, rstd_M = _normalised(x.reshape(batch * groups, x_type.numel // (batch * groups)), eps)
         w, b = (None if v is None else v.reshape(per_channel) for v in (weight, bias))
         out = _scaled(hat_MD.reshape(x_type.shape), w, b)
@@ -258,7 +255,7 @@ def _native_group_norm_backward(call: Call) -> Kernel:
     rows = batch * groups
     size = math.prod(x_type.shape[1:]) // groups
 
-    def kernel(grad: Array, x: Array, mean: Array, rstd: Array, weight: Optional[Array]) -> Any:
+    def kernel(grad: Array, x: Array, mean: Array, rstd: Array, weight: Array | None) -> Any:
         grad_NCL, rstd_M = grad.reshape(batch, channels, size * groups // channels), rstd.reshape(rows)
         hat_MD = x.reshape(rows, size) - mean.reshape(rows, 1)
         hat_MD *= rstd_M[:, None]
@@ -286,7 +283,7 @@ def _native_batch_norm(call: Call) -> Kernel:
     unbiased = _F(batch * positions / max(batch * positions - 1, 1))
 
     def kernel(
-        x: Array, weight: Optional[Array], bias: Optional[Array], running_mean: Array, running_var: Array
+        x: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array
     ) -> tuple[Array, ...]:
         x_NCL = x.reshape(batch, channels, positions)
         mean_C = sum_float(x_NCL, (0, 2)) / count if training else running_mean
@@ -316,7 +313,7 @@ def _native_batch_norm_backward(call: Call) -> Kernel:
     def kernel(
         grad: Array,
         x: Array,
-        weight: Optional[Array],
+        weight: Array | None,
         running_mean: Array,
         running_var: Array,
         save_mean: Array,
@@ -366,7 +363,7 @@ def _nll_loss_forward(call: Call) -> Kernel:
     classes, ignore_index = call.input(0).shape[axis], call.attrs["ignore_index"]
     reduction = call.attrs["reduction"]
 
-    def kernel(x: Array, target: Array, weight: Optional[Array]) -> tuple[Any, Any]:
+    def kernel(x: Array, target: Array, weight: Array | None) -> tuple[Any, Any]:
         safe, kept = _targets(target, classes, ignore_index)
         used = kept.astype(np.float32) if weight is None else np.where(kept, weight[safe], _F(0))
         picked = np.take_along_axis(x, np.expand_dims(safe, axis), axis).reshape(target.shape)
@@ -385,7 +382,7 @@ def _nll_loss_backward(call: Call) -> Kernel:
     x_type, ignore_index = call.input(1), call.attrs["ignore_index"]
     reduction, classes = call.attrs["reduction"], call.input(1).shape[axis]
 
-    def kernel(grad: Array, x: Array, target: Array, weight: Optional[Array], total_weight: Array) -> Array:
+    def kernel(grad: Array, x: Array, target: Array, weight: Array | None, total_weight: Array) -> Array:
         safe, kept = _targets(target, classes, ignore_index)
         scale = -grad / total_weight if reduction == "mean" else -grad
         values = np.where(kept, scale if weight is None else scale * weight[safe], _F(0))

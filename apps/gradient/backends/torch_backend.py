@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -224,9 +224,7 @@ def _integer_pow(a: Tensor, b: Tensor) -> Tensor:
     return torch.pow(a, b)
 
 
-def _division(
-    function: Callable[[Tensor, Tensor], Tensor], for_minus_one: Callable[[Tensor], Tensor]
-) -> Prepare:
+def _division(function: Callable[[Tensor, Tensor], Tensor], for_minus_one: Callable[[Tensor], Tensor]) -> Prepare:
     """Integers refuse a zero divisor; a / -1 is taken apart because the lowest integer would trap the CPU."""
 
     def checked(a: Tensor, b: Tensor) -> Tensor:
@@ -336,7 +334,12 @@ def _native_layer_norm(call: Call) -> Kernel:
 def _native_layer_norm_backward(call: Call) -> Kernel:
     shape, mask = list(call.attrs["normalized_shape"]), call.attrs["output_mask"]
     operator = aten.native_layer_norm_backward.default
-    return lambda grad, x, mean, rstd, w, b: _masked(operator(grad, x, shape, mean, rstd, w, b, mask), mask)
+
+    def kernel(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
+        like_b = w if b is None else b  # ATen looks at the shape of b only
+        return _masked(operator(grad, x, shape, mean, rstd, w, like_b, mask), mask)
+
+    return kernel
 
 
 def _native_group_norm(call: Call) -> Kernel:
@@ -359,11 +362,11 @@ def _native_batch_norm(call: Call) -> Kernel:
     """ATen moves the running statistics in place; here they are new values."""
     training, momentum, eps = (call.attrs[k] for k in ("training", "momentum", "eps"))
 
-    def train(x: Tensor, w: Optional[Tensor], b: Optional[Tensor], mean: Tensor, var: Tensor) -> Any:
+    def train(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor) -> Any:
         mean, var = mean.clone(), var.clone()
         return (*torch.native_batch_norm(x, w, b, mean, var, True, momentum, eps), mean, var)
 
-    def evaluate(x: Tensor, w: Optional[Tensor], b: Optional[Tensor], mean: Tensor, var: Tensor) -> Any:
+    def evaluate(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor) -> Any:
         out = torch.native_batch_norm(x, w, b, mean, var, False, momentum, eps)[0]
         return out, mean, torch.rsqrt(var + eps), mean, var
 
@@ -374,7 +377,7 @@ def _native_batch_norm_backward(call: Call) -> Kernel:
     training, eps, mask = (call.attrs[k] for k in ("training", "eps", "output_mask"))
     operator = aten.native_batch_norm_backward.default
 
-    def kernel(grad: Tensor, x: Tensor, w: Optional[Tensor], *statistics: Tensor) -> Any:
+    def kernel(grad: Tensor, x: Tensor, w: Tensor | None, *statistics: Tensor) -> Any:
         return _masked(operator(grad, x, w, *statistics, training, eps, mask), mask)
 
     return kernel
@@ -410,11 +413,13 @@ def _nll_loss_forward(call: Call) -> Kernel:
     operator = aten.nll_loss2d_forward.default if spatial else aten.nll_loss_forward.default
     out = call.outputs[0].shape
 
-    def kernel(x: Tensor, target: Tensor, weight: Optional[Tensor]) -> Any:
+    def kernel(x: Tensor, target: Tensor, weight: Tensor | None) -> Any:
         _check_targets(target, classes, ignore_index)
         if spatial:
             x, target = x.flatten(2).unsqueeze(2), target.flatten(1).unsqueeze(1)
         loss, total_weight = operator(x, target, weight, reduction, ignore_index)
+        if reduction == 0:  # ATen gives a total for [C] and none for the other shapes
+            total_weight = torch.zeros_like(total_weight)
         return loss.reshape(out), total_weight
 
     return kernel
@@ -427,9 +432,7 @@ def _nll_loss_backward(call: Call) -> Kernel:
     spatial = len(shape) > 2
     operator = aten.nll_loss2d_backward.default if spatial else aten.nll_loss_backward.default
 
-    def kernel(
-        grad: Tensor, x: Tensor, target: Tensor, weight: Optional[Tensor], total_weight: Tensor
-    ) -> Any:
+    def kernel(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, total_weight: Tensor) -> Any:
         _check_targets(target, classes, ignore_index)
         if spatial:
             x, target = x.flatten(2).unsqueeze(2), target.flatten(1).unsqueeze(1)
@@ -467,7 +470,6 @@ def _random_uniform(call: Call) -> Kernel:
 
 
 def _random_bernoulli(call: Call) -> Kernel:
-    stream, (out,) = call.attrs["stream"], call.outputs
     p = float(np.float32(call.attrs["p"]))
     uniform = _random_uniform(call)
     return lambda seed, step: (uniform(seed, step) < p).to(torch.float32)
@@ -589,8 +591,8 @@ def _device_independent(device: torch.device) -> dict[str, Prepare]:
         "native_batch_norm_backward": _native_batch_norm_backward,
         "softmax": with_attributes(torch.softmax, "dim"),
         "log_softmax": with_attributes(torch.log_softmax, "dim"),
-        "softmax_backward": _softmax_backward(torch._softmax_backward_data),  # type: ignore[attr-defined]
-        "log_softmax_backward": _softmax_backward(torch._log_softmax_backward_data),  # type: ignore[attr-defined]
+        "softmax_backward": _softmax_backward(torch._softmax_backward_data),
+        "log_softmax_backward": _softmax_backward(torch._log_softmax_backward_data),
         "nll_loss_forward": _nll_loss_forward,
         "nll_loss_backward": _nll_loss_backward,
         "random_bernoulli": _random_bernoulli,
@@ -623,9 +625,7 @@ class TorchBackend:
         }
         if self.device.type == "cuda":
             about["device"] = torch.cuda.get_device_name(self.device)
-            about["runtime"] = (
-                f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
-            )
+            about["runtime"] = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
         return about
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -663,12 +663,12 @@ def _plain_arithmetic() -> None:
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
 
 
-def open_backend(threads: int, device: Optional[str]) -> TorchBackend:
+def open_backend(threads: int, device: str | None) -> TorchBackend:
     """The backend on `cpu`, `cuda` or `cuda:<number>` (ROCm devices are called cuda too); None takes the best."""
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", wanted):
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,2}))?", wanted)
+    if match is None:
         raise UnfitHost(f"the torch backend runs on cpu, cuda or cuda:<number>, not on {wanted!r}")
-    found = torch.device(wanted)
-    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+    if wanted != "cpu" and int(match.group(1) or 0) >= torch.cuda.device_count():
         raise UnfitHost(f"PyTorch finds no device {wanted} on this computer")
-    return TorchBackend(found, threads)
+    return TorchBackend(torch.device(wanted), threads)
