@@ -114,8 +114,19 @@ class BuildError(ValueError):
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What is kept of a build beside the program."""
+
+    sha256: str
+    build_seconds: float
+    start_seconds: float
+    glibc: str
+
+
+@dataclass(frozen=True)
 class BuiltApp:
-    """What `build_app` made. Sizes in bytes, times in seconds."""
+    """What `build_app` made. Sizes in bytes, times in seconds; `glibc` is the oldest C library that it runs
+    with."""
 
     folder: Path
     program: Path
@@ -125,6 +136,7 @@ class BuiltApp:
     start_seconds: float
     reused: bool
     digest: str
+    glibc: str
 
 
 def build_app(
@@ -155,18 +167,23 @@ def build_app(
     found = read_cache(cached) if cache_dir is not None else None
     began = time.monotonic()
     if found is not None:
-        build_seconds, start_seconds, program = found
+        program, facts = found
         report("taken from the cache", 1.0)
-        return write_folder(output_dir, version, program, digest, build_seconds, start_seconds, reused=True)
+        return write_folder(output_dir, version, program, digest, facts, reused=True)
     with tempfile.TemporaryDirectory(prefix="boinc-train-build-", dir=_made(cache_dir)) as folder:
         work = Path(folder)
         program = run_pyinstaller(entry, work, report)
         build_seconds = time.monotonic() - began
         report("starting it once", 0.97)
-        start_seconds = try_start(program, work)
+        facts = Facts(
+            hashlib.sha256(program.read_bytes()).hexdigest(),
+            round(build_seconds, 2),
+            round(try_start(program, work), 3),
+            needed_glibc(work),
+        )
         if cache_dir is not None:
-            write_cache(cached, program, build_seconds, start_seconds)
-        built = write_folder(output_dir, version, program, digest, build_seconds, start_seconds, reused=False)
+            write_cache(cached, program, facts)
+        built = write_folder(output_dir, version, program, digest, facts, reused=False)
     report("done", 1.0)
     return built
 
@@ -292,30 +309,35 @@ def try_start(program: Path, work: Path) -> float:
     return seconds
 
 
-def read_cache(folder: Path) -> tuple[float, float, Path] | None:
-    """(build seconds, start seconds, program) of a cached build, None if there is no whole one."""
+def needed_glibc(work: Path) -> str:
+    """The newest C library version that any packed library asks for, from PyInstaller's list of them."""
+    listed = (work / "build" / APP_NAME / "Analysis-00.toc").read_text(encoding="utf-8", errors="replace")
+    minor = 0
+    for name in set(re.findall(r"'(/[^']*\.so[^']*)'", listed)):
+        asked = re.findall(rb"GLIBC_2\.(\d{1,3})\b", Path(name).read_bytes())
+        minor = max([minor, *map(int, asked)])
+    return f"2.{minor}"
+
+
+def read_cache(folder: Path) -> tuple[Path, Facts] | None:
+    """The program of a cached build and its facts, None if there is no whole one."""
     try:
-        facts = json.loads((folder / "facts.json").read_text(encoding="ascii"))
+        facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="ascii")))
         program = folder / APP_NAME
-        if hashlib.sha256(program.read_bytes()).hexdigest() != facts["sha256"]:
+        if hashlib.sha256(program.read_bytes()).hexdigest() != facts.sha256:
             return None
-        return float(facts["build_seconds"]), float(facts["start_seconds"]), program
-    except (OSError, ValueError, KeyError, TypeError):
+        return program, facts
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def write_cache(folder: Path, program: Path, build_seconds: float, start_seconds: float) -> None:
+def write_cache(folder: Path, program: Path, facts: Facts) -> None:
     """Keep a build for the next time; the facts come last, so a half-written one is not taken for whole."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{APP_NAME}.{os.getpid()}.tmp"
     shutil.copy2(program, temporary)
     os.replace(temporary, folder / APP_NAME)
-    facts = {
-        "sha256": hashlib.sha256(program.read_bytes()).hexdigest(),
-        "build_seconds": round(build_seconds, 2),
-        "start_seconds": round(start_seconds, 3),
-    }
-    temporary.write_text(json.dumps(facts), encoding="ascii")
+    temporary.write_text(json.dumps(asdict(facts)), encoding="ascii")
     os.replace(temporary, folder / "facts.json")
     older = sorted(folder.parent.glob(f"{APP_NAME}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in older[CACHED_BUILDS:]:
@@ -341,13 +363,7 @@ def version_xml(version: str) -> str:
 
 
 def write_folder(
-    output_dir: Path,
-    version: str,
-    program: Path,
-    digest: str,
-    build_seconds: float,
-    start_seconds: float,
-    reused: bool,
+    output_dir: Path, version: str, program: Path, digest: str, facts: Facts, reused: bool
 ) -> BuiltApp:
     """Lay the app version out. An existing program of this version may only be replaced by the same bytes."""
     folder = output_dir / "apps" / APP_NAME / version / PLATFORM
@@ -367,10 +383,11 @@ def write_folder(
         program=target,
         version=version,
         size=target.stat().st_size,
-        build_seconds=build_seconds,
-        start_seconds=start_seconds,
+        build_seconds=facts.build_seconds,
+        start_seconds=facts.start_seconds,
         reused=reused,
         digest=digest,
+        glibc=facts.glibc,
     )
 
 

@@ -149,6 +149,7 @@ def test_the_package_has_boincs_layout_and_declares_its_api_version(packaged: Bu
     assert "dont_throttle" not in text
     assert os.access(packaged.program, os.X_OK)
     assert 10e6 < packaged.size < 60e6
+    assert packaged.glibc.startswith("2.")
 
 
 def test_the_package_is_taken_from_the_cache_and_never_replaced_by_other_bytes(

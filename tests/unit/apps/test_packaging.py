@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -44,10 +46,28 @@ def test_a_half_written_or_damaged_cache_entry_is_not_used(tmp_path: Path) -> No
     program.write_bytes(b"program")
     folder = tmp_path / "cache"
     assert build.read_cache(folder) is None
-    build.write_cache(folder, program, 1.5, 0.5)
-    assert build.read_cache(folder) == (1.5, 0.5, folder / "gradient")
+    facts = build.Facts(hashlib.sha256(b"program").hexdigest(), 1.5, 0.5, "2.36")
+    build.write_cache(folder, program, facts)
+    assert build.read_cache(folder) == (folder / "gradient", facts)
     (folder / "gradient").write_bytes(b"progra")
     assert build.read_cache(folder) is None
+    (folder / "facts.json").write_text("{}")
+    assert build.read_cache(folder) is None
+
+
+def test_only_the_newest_builds_stay_in_the_cache(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"program")
+    facts = build.Facts(hashlib.sha256(b"program").hexdigest(), 1.5, 0.5, "2.36")
+    for number in range(5):
+        build.write_cache(tmp_path / "cache" / f"gradient-{number}", program, facts)
+        os.utime(tmp_path / "cache" / f"gradient-{number}", (number, number))
+    build.write_cache(tmp_path / "cache" / "gradient-5", program, facts)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
+        "gradient-3",
+        "gradient-4",
+        "gradient-5",
+    ]
 
 
 def test_torch_is_left_out_and_files_stay_in_the_slot() -> None:
