@@ -31,11 +31,10 @@ log = logging.getLogger(__name__)
 #: Seconds without a byte after which a sender is given up.
 IDLE_TIMEOUT_S = 120.0
 
-#: File bytes collected before they are written (in a thread, so that the disk does not stop other requests).
-WRITE_BYTES = 1 << 20
-
-#: Bytes of a refused upload that are read and thrown away so that the client hears the reply; then it is cut.
+#: Bytes of a refused upload that are read and thrown away so that the client hears the reply, and seconds of
+#: silence after which it is told anyway.
 MAX_DRAIN_BYTES = 256 << 20
+DRAIN_IDLE_S = 2.0
 
 #: Seconds that a wrong password costs.
 BAD_PASSWORD_DELAY_S = 1.0
@@ -288,10 +287,10 @@ async def _bounded_body(request: web.Request, limit: int) -> bytes:
     return bytes(body)
 
 
-async def _next_chunk(request: web.Request) -> bytes:
+async def _next_chunk(request: web.Request, timeout: float = IDLE_TIMEOUT_S) -> bytes:
     """The next bytes of the body, b'' at its end. A sender that falls silent or goes away ends the body."""
     try:
-        return await asyncio.wait_for(request.content.readany(), IDLE_TIMEOUT_S)
+        return await asyncio.wait_for(request.content.readany(), timeout)
     except TimeoutError:
         return b""
     except (ConnectionError, web.PayloadAccessError, web.RequestPayloadError):
@@ -308,22 +307,17 @@ async def _read_header(request: web.Request) -> tuple[UploadHeader | SizeQuery, 
 
 
 async def _write_body(request: web.Request, upload: Upload, rest: bytes) -> None:
-    """Append the body to the upload until it is complete or the sender stops."""
-    pending = bytearray(rest)
-    while len(pending) < upload.missing:
-        chunk = await _next_chunk(request)
-        if not chunk:
-            break
-        pending += chunk
-        if len(pending) >= WRITE_BYTES:
-            await asyncio.to_thread(upload.write, bytes(pending))
-            pending.clear()
-    if pending:
-        await asyncio.to_thread(upload.write, bytes(pending))
+    """Append the body to the upload until it is complete or the sender stops.
+
+    Written at once, not in a thread: what has arrived when a connection breaks must not be lost in a buffer.
+    """
+    upload.write(rest)
+    while upload.missing and (chunk := await _next_chunk(request)):
+        upload.write(chunk)
 
 
 async def _drain(request: web.Request) -> None:
     """Read the rest of the body and forget it, within reason."""
     read = 0
-    while read < MAX_DRAIN_BYTES and (chunk := await _next_chunk(request)):
+    while read < MAX_DRAIN_BYTES and (chunk := await _next_chunk(request, DRAIN_IDLE_S)):
         read += len(chunk)

@@ -534,7 +534,11 @@ class _Wanted:
 
     @property
     def is_open(self) -> bool:
-        return (self.seconds > 0 or self.instances > 0) and self.room >= 1
+        return self.is_wanted and self.room >= 1
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.seconds > 0 or self.instances > 0
 
 
 class _Sender:
@@ -600,6 +604,8 @@ class _Sender:
 
     def send_new(self) -> None:
         limit = self._limit_per_request()
+        if any(each.is_wanted and each.room < 1 for each in self.wanted.values()):
+            self._because("This computer has reached a limit on tasks in progress")
         workunits: set[int] = set()
         for row in self.snapshot.candidates:
             if len(self.sent) >= limit or not any(each.is_open for each in self.wanted.values()):
@@ -634,11 +640,9 @@ class _Sender:
             versions = [each for each in versions if each.id == row["wu_app_version_id"]]
         for version in versions:
             wanted = self.wanted.get(version.resource)
-            if wanted is None or (wanted.seconds <= 0 and wanted.instances <= 0):
+            if wanted is None or not wanted.is_open:
                 continue
-            if wanted.room < 1:
-                self._because("This computer has reached a limit on tasks in progress")
-            elif self._over_quota(version):
+            if self._over_quota(version):
                 self._because("This computer has finished a daily quota of tasks")
             else:
                 return version
