@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apps.gradient.backends import Backend, open_backend
+from apps.gradient.backends import Backend, numpy_convolution, open_backend
 from apps.gradient.backends.numpy_backend import NumpyBackend
 from apps.gradient.executor import ExecutionError, Executor, apply
 from boinc_project.contract.errors import UnfitHost
@@ -213,6 +213,37 @@ def test_check_is_called_before_every_node_and_may_stop_the_run(backend: Backend
     with pytest.raises(Stop):
         Executor(chain(10), backend).run({"x": backend.from_numpy(np.ones(3, np.float32))}, check)
     assert len(calls) == 4
+
+
+def test_products_take_broadcast_operands(backend: Backend) -> None:
+    """An expanded tensor has strides of zero, which BLAS does not know."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((4, 5)).astype(np.float32), rng.standard_normal((3, 5, 6)).astype(np.float32)
+    builder = GraphBuilder()
+    row, right = (builder.input(name, "batch", "float32", x.shape) for name, x in (("a", a[:1]), ("b", b)))
+    (left,) = builder.node("expand", [row], {"shape": [3, 4, 5]})
+    builder.output("y", "metric", builder.node("bmm", [left, right])[0])
+    inputs = {"a": backend.from_numpy(a[:1]), "b": backend.from_numpy(b)}
+    made = backend.to_numpy(Executor(builder.build(), backend, verify=True).run(inputs)["y"])
+    np.testing.assert_allclose(made, np.broadcast_to(a[:1], (3, 4, 5)) @ b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [1, 50, 700, 100_000])
+def test_convolutions_copied_in_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(numpy_convolution, "WINDOW_ELEMENTS", limit)
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 9, 7), (6, 2, 3, 3)))
+    attrs: dict[str, Any] = {"stride": [2, 1], "padding": [1, 2], "dilation": [2, 1], "groups": 2}
+    attrs |= {"transposed": False, "output_padding": [0, 0]}
+    made = {}
+    for name in ("numpy", "torch"):
+        backend = open_backend(name, 1, "cpu")
+        tensors = [backend.from_numpy(x), backend.from_numpy(w)]
+        (out,) = apply(backend, "convolution", [*tensors, None], attrs)
+        grads = apply(backend, "convolution_backward", [out, *tensors], {**attrs, "output_mask": [True] * 3})
+        made[name] = [backend.to_numpy(each) for each in (out, *grads)]
+    for ours, theirs in zip(made["numpy"], made["torch"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_read_only_and_strided_arrays_are_accepted(backend: Backend) -> None:

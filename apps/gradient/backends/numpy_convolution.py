@@ -2,7 +2,7 @@
 
 Shape suffixes: N batch, C input channels, O output channels, G groups, K kernel positions times channels of a
 group, L output positions. A convolution is a matrix product of the weights with the windows of the padded input
-(im2col, copied a few samples at a time); its input gradient adds the windows back (col2im). A transposed
+(im2col, copied a few samples or rows at a time); its input gradient adds the windows back (col2im). A transposed
 convolution is the input gradient of a plain one, so three functions serve all six cases.
 """
 
@@ -23,6 +23,16 @@ from apps.gradient.backends.numpy_reductions import sum_float
 Array = np.ndarray[Any, Any]
 
 WINDOW_ELEMENTS = 4 << 20  # of copied windows at a time (16 MiB)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a convolution's work: samples, output positions (of L), and the rows of the padded x they need."""
+
+    samples: slice
+    positions: slice
+    rows: slice
+    out: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -69,26 +79,41 @@ class Geometry:
         """Each kernel position and the elements of the padded x that it meets, one for each output position."""
         return _taps(self.kernel, self.stride, self.dilation, self.out)
 
-    def chunks(self) -> Iterator[slice]:
-        """The batch in pieces whose windows are at most WINDOW_ELEMENTS."""
-        each = max(1, WINDOW_ELEMENTS // max(1, self.groups * self.window * math.prod(self.out)))
-        for first in range(0, self.batch, each):
-            yield slice(first, min(first + each, self.batch))
+    def chunks(self) -> Iterator[Chunk]:
+        """Samples and rows of the output in pieces whose windows are at most WINDOW_ELEMENTS (or one row)."""
+        per_row = max(1, self.groups * self.window * math.prod(self.out[1:]))
+        rows = max(1, WINDOW_ELEMENTS // per_row)
+        samples = max(1, rows // self.out[0])
+        for sample in range(0, self.batch, samples):
+            for row in range(0, self.out[0], rows):
+                yield self._chunk(sample, min(sample + samples, self.batch), row, min(row + rows, self.out[0]))
 
-    def windows(self, padded: Array) -> Array:
-        """[n, G, K, L] of some samples of the padded x; copied unless the kernel is 1 with stride 1."""
-        steps = padded.strides[2:]
+    def _chunk(self, sample: int, stop_sample: int, row: int, stop_row: int) -> Chunk:
+        along = math.prod(self.out[1:])
+        first = row * self.stride[0]
+        last = (stop_row - 1) * self.stride[0] + self.dilation[0] * (self.kernel[0] - 1)
+        return Chunk(
+            samples=slice(sample, stop_sample),
+            positions=slice(row * along, stop_row * along),
+            rows=slice(first, last + 1),
+            out=(stop_row - row, *self.out[1:]),
+        )
+
+    def windows(self, padded: Array, chunk: Chunk) -> Array:
+        """[n, G, K, l] of a chunk of the padded x; copied unless the kernel is 1 with stride 1."""
+        part = padded[chunk.samples, :, chunk.rows]
+        steps = part.strides[2:]
         view = np.lib.stride_tricks.as_strided(
-            padded,
-            shape=(*padded.shape[:2], *self.kernel, *self.out),
+            part,
+            shape=(*part.shape[:2], *self.kernel, *chunk.out),
             strides=(
-                *padded.strides[:2],
+                *part.strides[:2],
                 *(s * d for s, d in zip(steps, self.dilation)),
                 *(s * d for s, d in zip(steps, self.stride)),
             ),
             writeable=False,
         )
-        return view.reshape(padded.shape[0], self.groups, self.window, math.prod(self.out))
+        return view.reshape(part.shape[0], self.groups, self.window, math.prod(chunk.out))
 
 
 def _taps(
@@ -108,8 +133,8 @@ def _forward(x: Array, w: Array, g: Geometry) -> Array:
         return out
     out_NGOL = out.reshape(g.batch, g.groups, g.features // g.groups, math.prod(g.out))
     w_GOK = np.ascontiguousarray(w).reshape(g.groups, g.features // g.groups, g.window)
-    for some in g.chunks():
-        np.matmul(w_GOK, g.windows(padded[some]), out=out_NGOL[some])
+    for chunk in g.chunks():
+        out_NGOL[chunk.samples, :, :, chunk.positions] = np.matmul(w_GOK, g.windows(padded, chunk))
     return out
 
 
@@ -125,8 +150,9 @@ def _weight_gradient(grad: Array, x: Array, g: Geometry) -> Array:
         return gw
     grad_NGOL = np.ascontiguousarray(grad).reshape(g.batch, g.groups, g.features // g.groups, math.prod(g.out))
     gw_GOK = np.zeros((g.groups, g.features // g.groups, g.window), np.float32)
-    for some in g.chunks():
-        each = np.matmul(grad_NGOL[some], g.windows(padded[some]).transpose(0, 1, 3, 2))
+    for chunk in g.chunks():
+        grad_part = grad_NGOL[chunk.samples, :, :, chunk.positions]
+        each = np.matmul(grad_part, g.windows(padded, chunk).transpose(0, 1, 3, 2))
         gw_GOK += sum_float(each, (0,))
     return gw_GOK.reshape(shape)
 
@@ -141,10 +167,11 @@ def _input_gradient(grad: Array, w: Array, g: Geometry) -> Array:
         return cropped
     grad_NGOL = np.ascontiguousarray(grad).reshape(g.batch, g.groups, g.features // g.groups, math.prod(g.out))
     w_GKO = np.ascontiguousarray(w).reshape(g.groups, g.features // g.groups, g.window).transpose(0, 2, 1)
-    for some in g.chunks():
-        columns = np.matmul(w_GKO, grad_NGOL[some]).reshape(-1, g.channels, *g.kernel, *g.out)
-        part = padded[some]
-        for position, region in g.taps():
+    for chunk in g.chunks():
+        columns = np.matmul(w_GKO, grad_NGOL[chunk.samples, :, :, chunk.positions])
+        columns = columns.reshape(-1, g.channels, *g.kernel, *chunk.out)
+        part = padded[chunk.samples, :, chunk.rows]
+        for position, region in _taps(g.kernel, g.stride, g.dilation, chunk.out):
             part[region] += columns[(slice(None), slice(None), *position)]
     cropped = padded[inside]
     return cropped

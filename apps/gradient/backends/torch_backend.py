@@ -14,7 +14,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Callable
 
@@ -326,6 +326,11 @@ def _max_pool2d_backward(call: Call) -> Kernel:
     return kernel
 
 
+def _dense(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """ATen's layer and group norm read weights and statistics as if they were contiguous, whatever their strides."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
 def _native_layer_norm(call: Call) -> Kernel:
     shape, eps = list(call.attrs["normalized_shape"]), call.attrs["eps"]
     return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)
@@ -335,7 +340,8 @@ def _native_layer_norm_backward(call: Call) -> Kernel:
     shape, mask = list(call.attrs["normalized_shape"]), call.attrs["output_mask"]
     operator = aten.native_layer_norm_backward.default
 
-    def kernel(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
+    def kernel(grad: Tensor, x: Tensor, *rest: Tensor | None) -> Any:
+        mean, rstd, w, b = _dense(rest)
         like_b = w if b is None else b  # ATen looks at the shape of b only
         return _masked(operator(grad, x, shape, mean, rstd, w, like_b, mask), mask)
 
@@ -346,16 +352,14 @@ def _native_group_norm(call: Call) -> Kernel:
     batch, channels, *spatial = call.input(0).shape
     sizes = (batch, channels, math.prod(spatial), call.attrs["groups"])
     eps = call.attrs["eps"]
-    return lambda x, w, b: torch.native_group_norm(x.contiguous(), w, b, *sizes, eps)
+    return lambda *tensors: aten.native_group_norm.default(*_dense(tensors), *sizes, eps)
 
 
 def _native_group_norm_backward(call: Call) -> Kernel:
     batch, channels, *spatial = call.input(1).shape
     sizes, mask = (batch, channels, math.prod(spatial), call.attrs["groups"]), call.attrs["output_mask"]
     operator = aten.native_group_norm_backward.default
-    return lambda grad, x, mean, rstd, w: _masked(
-        operator(grad.contiguous(), x.contiguous(), mean, rstd, w, *sizes, mask), mask
-    )
+    return lambda *tensors: _masked(operator(*_dense(tensors), *sizes, mask), mask)
 
 
 def _native_batch_norm(call: Call) -> Kernel:
