@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -89,7 +89,9 @@ def serve(project_dir: Path, port: int, name: str, sleep_interval: float, votes:
     console.print("Stopped.")
 
 
-def prepare_project(project_dir: Path, port: int, name: str) -> ProjectTree:
+def prepare_project(
+    project_dir: Path, port: int, name: str, options: Mapping[str, str | int | float] | None = None
+) -> ProjectTree:
     """Open the embedded project in a folder, or make one there; the port of an existing one must be the same."""
     if not 1 <= port <= 65535:
         raise Mistake(f"port {port} does not exist; choose one from 1024 to 65535")
@@ -105,7 +107,9 @@ def prepare_project(project_dir: Path, port: int, name: str) -> ProjectTree:
         if not parent.is_dir():
             raise Mistake(f"the folder {parent} does not exist; create it or choose another place for the project")
         check_port(port)
-        tree = create_project(project_dir, master_url=f"http://127.0.0.1:{port}/train/", long_name=name)
+        tree = create_project(
+            project_dir, master_url=f"http://127.0.0.1:{port}/train/", long_name=name, options=options
+        )
     with tree.database() as database:
         store.create_own_tables(database)
         add_app(database, APP_NAME, APP_TITLE)
@@ -125,7 +129,7 @@ def check_port(port: int) -> None:
 def project_processes(project_dir: Path, sleep_interval: float, votes: str, daemons: bool = True) -> Processes:
     """The server and the daemons of a project, not started yet."""
     processes = Processes(project_dir)
-    processes.add("server", [sys.executable, "-m", "boinc_project.server", str(project_dir)])
+    processes.add("server", [sys.executable, "-m", "boinc_project.server.run", str(project_dir)])
     if daemons:
         for name, command in daemon_commands(sleep_interval, votes).items():
             processes.add(name, command)

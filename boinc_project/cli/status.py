@@ -80,9 +80,7 @@ def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
     table = Table("app's results", "unsent", "in progress", "valid", "invalid", "errors", "no reply", title="work")
     for appid in sorted({job.appid for job in jobs}):
         counts = result_counts(connection, appid)
-        table.add_row(
-            str(appid), *(str(counts[key]) for key in QUEUE_COLUMNS)
-        )
+        table.add_row(str(appid), *(str(counts[key]) for key in QUEUE_COLUMNS))
     return table
 
 
