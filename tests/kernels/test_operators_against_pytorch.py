@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from op_cases import CASES, OpCase
 from pytorch_reference import REFERENCE
 
 from apps.gradient.backends import Backend, open_backend
+from apps.gradient.backends.numpy_elementwise import erf_block
 from apps.gradient.executor import Executor, apply, missing_operators
 from boinc_project.contract.graph import Graph, GraphBuilder
 from boinc_project.contract.opset import OPSET
@@ -111,6 +113,14 @@ def assert_close(mine: Any, theirs: Any, true: Any, allowance: Any) -> None:
     tolerance += ULPS_OF_LARGEST * np.abs(true).max() + allowance + 2.0**-149
     error = np.abs(mine - true)
     assert (error <= tolerance).all(), f"error {error.max()} at tolerance {tolerance[error.argmax()]}"
+
+
+def test_erf_of_the_numpy_backend_is_within_one_unit_in_the_last_place() -> None:
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.uniform(-6, 6, 20_000), 10.0 ** rng.uniform(-8, 0.6, 20_000)]).astype(np.float32)
+    exact = np.array([math.erf(float(each)) for each in x])
+    units = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+    assert (np.abs(erf_block(x) - exact) / units).max() <= 1
 
 
 def test_every_operator_has_cases_and_a_reference() -> None:

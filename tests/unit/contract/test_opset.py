@@ -172,6 +172,7 @@ def test_numbers_that_json_cannot_hold_are_written_as_words() -> None:
     assert math.isnan(number(attribute_number(math.nan)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=3))
 def test_broadcasting_is_numpys(shapes: list[list[int]]) -> None:
     try:
@@ -199,7 +200,7 @@ _ANYTHING = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_hostile_nodes_are_refused_or_typed_but_never_crash(data: st.DataObject) -> None:
     """Whatever a stranger writes into a node, the answer is types within bounds or an OpsetError."""
