@@ -118,6 +118,39 @@ def _copy(c: Context, x: Value, src: Value, *_: Any) -> Value:
     return c.one("expand", [c.cast(src, x.dtype)], shape=list(x.shape))
 
 
+def _repeat(c: Context, x: Value, repeats: Sequence[int]) -> Value:
+    sizes = [1] * (len(repeats) - len(x.shape)) + list(x.shape)
+    pairs = [(times, size) for times, size in zip(repeats, sizes, strict=True)]
+    apart = c.reshape(x, [n for _, size in pairs for n in (1, size)])
+    return c.reshape(c.one("expand", [apart], shape=[n for pair in pairs for n in pair]), c.type.shape)
+
+
+def _strided_places(c: Context, x: Value, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Value:
+    """Where the elements of a strided view lie in the flattened x, int64 of the view's shape."""
+    if not c.contiguous:
+        raise c.refuse("depends on how a tensor lies in memory", "use reshape, permute, slices or index instead")
+    places = c.scalar(offset or 0, "int64")
+    for d, (count, step) in enumerate(zip(size, stride, strict=True)):
+        line = c.one("arange", [], start=0, step=step, length=count, dtype="int64")
+        shape = [count if each == d else 1 for each in range(len(size))]
+        places = c.one("add", [places, c.reshape(line, shape)])
+    return places
+
+
+def _as_strided(c: Context, x: Value, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Value:
+    """A view by strides, which autograd uses for assignments to slices, as a lookup."""
+    places = _strided_places(c, x, size, stride, offset)
+    return c.one("index", [c.reshape(x, [x.type.numel]), places], dim=0)
+
+
+def _as_strided_scatter(
+    c: Context, x: Value, src: Value, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Value:
+    places = _strided_places(c, x, size, stride, offset)
+    flat = c.reshape(x, [x.type.numel])
+    return c.reshape(c.one("index_put", [flat, c.cast(src, x.dtype), places], dim=0, accumulate=False), x.shape)
+
+
 # --- indexing ---
 
 
@@ -249,6 +282,9 @@ ENTRIES: Mapping[str, Entry] = {
     "aten.slice_scatter.default": _slice_scatter,
     "aten.select_scatter.default": _select_scatter,
     "aten.copy.default": _copy,
+    "aten.repeat.default": _repeat,
+    "aten.as_strided.default": _as_strided,
+    "aten.as_strided_scatter.default": _as_strided_scatter,
     # indexing
     "aten.gather.default": _gather,
     "aten.scatter.src": _scatter("scatter"),

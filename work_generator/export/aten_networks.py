@@ -156,6 +156,26 @@ def _adaptive_avg_pool_backward(c: Context, grad: Value, x: Value) -> Value:
     return c.reshape(c.one("avg_pool2d_backward", [_planes(c, grad), _planes(c, x)], **attrs), x.shape)
 
 
+def _whole_scales(c: Context, small: Sequence[int], large: Sequence[int]) -> list[int]:
+    if any(b % a for a, b in zip(small, large, strict=True)):
+        raise c.refuse(f"scales {list(small)} to {list(large)}", "scale by whole numbers")
+    return [b // a for a, b in zip(small, large, strict=True)]
+
+
+def _upsample(c: Context, x: Value, size: Sequence[int], *_: Any) -> Value:
+    n, channels, height, width = x.shape
+    down, right = _whole_scales(c, (height, width), size)
+    apart = c.reshape(x, (n, channels, height, 1, width, 1))
+    return c.reshape(c.one("expand", [apart], shape=[n, channels, height, down, width, right]), c.type.shape)
+
+
+def _upsample_backward(c: Context, grad: Value, size: Sequence[int], shape: Sequence[int], *_: Any) -> Value:
+    n, channels, height, width = shape
+    down, right = _whole_scales(c, (height, width), size)
+    apart = c.reshape(grad, (n, channels, height, down, width, right))
+    return c.one("sum", [apart], dims=[3, 5], keepdim=False)
+
+
 # --- normalisation ---
 
 
@@ -312,6 +332,8 @@ ENTRIES: Mapping[str, Entry] = {
     "aten.avg_pool2d_backward.default": _avg_pool_backward,
     "aten._adaptive_avg_pool2d.default": _adaptive_avg_pool,
     "aten._adaptive_avg_pool2d_backward.default": _adaptive_avg_pool_backward,
+    "aten.upsample_nearest2d.default": _upsample,
+    "aten.upsample_nearest2d_backward.default": _upsample_backward,
     # normalisation
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,

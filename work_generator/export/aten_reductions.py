@@ -74,6 +74,24 @@ def _var_mean(
     return _variance_about(c, x, dims, 1 if correction is None else correction, keepdim)
 
 
+def _vector_norm(
+    c: Context, x: Value, order: Scalar = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
+    x, reduced = c.cast(x, "float32"), dims_of(dims, len(x.shape))
+    if order in (float("inf"), float("-inf")):
+        return c.one("amax" if order > 0 else "amin", [c.one("abs", [x])], dims=reduced, keepdim=keepdim)
+    if order == 2:
+        total = c.one("sum", [c.one("mul", [x, x])], dims=reduced, keepdim=keepdim)
+        return c.one("sqrt", [total])
+    powers = c.one("abs", [x])
+    if order == 0:
+        powers = c.cast(truth(c, x), "float32")
+    elif order != 1:
+        powers = c.one("pow", [powers, c.scalar(order, "float32")])
+    total = c.one("sum", [powers], dims=reduced, keepdim=keepdim)
+    return total if order in (0, 1) else c.one("pow", [total, c.scalar(1 / order, "float32")])
+
+
 def _cumsum(c: Context, x: Value, dim: int, *, dtype: Any = None) -> Value:
     if not x.shape:
         return c.cast(x, c.type.dtype)
@@ -143,6 +161,7 @@ ENTRIES: Mapping[str, Entry] = {
     "aten.var.dim": _variance,
     "aten.var_mean.correction": _var_mean,
     "aten.cumsum.default": _cumsum,
+    "aten.linalg_vector_norm.default": _vector_norm,
     # matrices
     "aten.mm.default": _mm,
     "aten.bmm.default": _bmm,

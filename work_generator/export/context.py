@@ -37,6 +37,7 @@ class Context:
     out: Sequence[TensorType | None]
     where: str
     random: tuple[Value, Value] | None  # seed and step; None where nothing may be random
+    contiguous: bool = True  # whether ATen has the first operand in the order of its elements
 
     def one(self, op: str, inputs: Sequence[Value | None], **attrs: Any) -> Value:
         return self.draft.one(op, inputs, attrs, self.where)
@@ -105,7 +106,9 @@ REMEDIES: Mapping[str, str] = {
     "aten._fft": "complex numbers are not in the opset: use real arithmetic, for example a convolution",
     "aten.complex": "complex numbers are not in the opset: keep real and imaginary parts as two tensors",
     "aten.view_as_complex": "complex numbers are not in the opset: write the rotation with sin and cos",
-    "aten.as_strided": "use reshape, permute, unfold by slices, or index instead",
+    "aten.as_strided": "use reshape, permute, slices or index instead",
+    "aten.upsample": 'use F.interpolate(mode="nearest") or a transposed convolution',
+    "aten.cumprod": "use exp of a cumsum of logarithms",
 }
 DEFAULT_REMEDY = "write that line with operators of the opset (docs/own_model.md lists them)"
 

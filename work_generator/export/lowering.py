@@ -96,7 +96,7 @@ class Lowering:
         entry = LOWERINGS.get(target)
         if entry is None:
             raise refusal(str(node.target), "is not in the opset", where, without_remedy_of(target))
-        context = Context(self.draft, target, _types(node, where), where, self.random)
+        context = Context(self.draft, target, _types(node, where), where, self.random, _is_contiguous(node))
         arguments = [self._resolved(a) for a in node.args]
         named = {key: self._resolved(a) for key, a in node.kwargs.items()}
         try:
@@ -214,6 +214,12 @@ def _where_of(node: fx.Node) -> str:
                 where = found if found.startswith("backward of ") else f"backward of {found}"
         node.meta["where"] = where = where or ""
     return str(where)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    sources = node.all_input_nodes
+    first = sources[0].meta.get("val") if sources else None
+    return first.is_contiguous() if isinstance(first, Tensor) else True
 
 
 def _types(node: fx.Node, where: str) -> list[TensorType | None]:

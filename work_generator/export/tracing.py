@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -55,6 +57,7 @@ KEPT_WHOLE = (
     aten.max_pool2d_with_indices_backward,
     aten._adaptive_avg_pool2d,
     aten._adaptive_avg_pool2d_backward,
+    aten.upsample_nearest2d,
 )
 OWN_FILES = str(Path(__file__).resolve().parent.parent)
 TORCH_FILES = str(Path(torch.__file__).resolve().parent)
@@ -259,11 +262,17 @@ def _traced(
         raise _explained(error, folder) from error
 
 
-def _make_fx(step: Callable[..., list[Tensor]], arguments: tuple[Any, ...]) -> fx.GraphModule:
-    decompositions = dict(core_aten_decompositions())
+@cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """How ATen's other operators fall apart into those that the tables have."""
+    table = dict(core_aten_decompositions())
     for packet in KEPT_WHOLE:
         for overload in packet.overloads():  # type: ignore[no-untyped-call]
-            decompositions.pop(getattr(packet, overload), None)
+            table.pop(getattr(packet, overload), None)
+    return table
+
+
+def _make_fx(step: Callable[..., list[Tensor]], arguments: tuple[Any, ...]) -> fx.GraphModule:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch about its own internals; the admin cannot act on them
@@ -271,8 +280,26 @@ def _make_fx(step: Callable[..., list[Tensor]], arguments: tuple[Any, ...]) -> f
         # Without these two, backend-specific fused operators (attention, LSTM) appear in the graph.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_one_hot_without_looking())
         functional = torch.func.functionalize(step)
-        return make_fx(functional, decomposition_table=decompositions, tracing_mode="real")(*arguments)
+        return make_fx(functional, decomposition_table=_decompositions(), tracing_mode="real")(*arguments)
+
+
+@contextmanager
+def _one_hot_without_looking() -> Iterator[None]:
+    """Replace F.one_hot, which looks at its values to check them, by a comparison while tracing."""
+    original = F.one_hot
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes < 1:
+            return original(tensor, num_classes)
+        return (tensor.unsqueeze(-1) == torch.arange(num_classes)).to(torch.int64)
+
+    F.one_hot = one_hot
+    try:
+        yield
+    finally:
+        F.one_hot = original
 
 
 def _is_data_dependent(error: BaseException) -> bool:
