@@ -49,7 +49,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes
 
     def output(steps: int) -> bytes:
         if steps not in known:
-            client = MiniClient(tmp_path_factory.mktemp("undisturbed"), command("--steps", str(steps)))
+            options = command("--steps", str(steps), "--call", "none")
+            client = MiniClient(tmp_path_factory.mktemp("undisturbed"), options, checkpoint_period=1000)
             client.start()
             assert client.wait() == 0
             known[steps] = client.output().read_bytes()
@@ -219,20 +220,21 @@ def test_within_2_s_of_suspend_no_process_of_the_task_uses_cpu(start: Start, opt
     assert client.wait(20) == 0
 
 
+@pytest.mark.parametrize("times", [8, pytest.param(50, marks=pytest.mark.long)])
 def test_suspended_at_random_moments_the_result_is_that_of_an_undisturbed_run(
-    start: Start, undisturbed: Callable[..., bytes]
+    start: Start, undisturbed: Callable[..., bytes], times: int
 ) -> None:
-    client = start("--steps", "300")
+    steps = 40 * times
+    client = start("--steps", str(steps))
     running(client)
     choose = random.Random(3)
-    assert client.process is not None
-    for _ in range(8):
+    for _ in range(times):
         time.sleep(choose.uniform(0.0, 0.5))
         client.suspend()
         time.sleep(choose.uniform(0.0, 0.4))
         client.resume()
-    assert client.wait() == 0
-    assert client.output().read_bytes() == undisturbed(300)
+    assert client.wait(300) == 0
+    assert client.output().read_bytes() == undisturbed(steps)
 
 
 def test_suspended_then_quit_then_started_it_continues_from_its_checkpoint(
@@ -402,7 +404,7 @@ def kill_at_random(start: Start, kills: int, expected: bytes, steps: int, seed: 
         client.wait()
         wait_for(lambda: not client.processes(), 5, "tree gone")
         client.start()
-    assert client.wait(120) == 0
+    assert client.wait(300) == 0
     assert client.finish_status() == 0
     begins = [
         int(line.split(" step ")[1].split()[0])
