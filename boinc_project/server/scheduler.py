@@ -422,7 +422,8 @@ class _Decider:
 
     def _reply(self, sent: Sequence[Assignment]) -> SchedulerReply:
         user, host, config = self.snapshot.user, self.snapshot.host, self.config
-        dry = self.request.wants_work and not sent
+        # A client with tasks left comes back to report them anyway; called earlier it would only ask in vain.
+        dry = self.request.wants_work and not sent and not self.request.other_results
         client_key, key = "".join(self.request.code_sign_key.split()), self.snapshot.code_sign_key
         return SchedulerReply(
             project_name=config.long_name,
