@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -30,10 +30,15 @@ MAX_MESSAGES = 100
 _TEXT_LIMIT = 254
 _BLOB_LIMIT = 65535
 
+#: Where the end tag must stand: within this many bytes of the end.
+_END_BYTES = 256
+
 #: The `<scheduler_version>` sent: that of the source whose behaviour is followed.
 SCHEDULER_VERSION = 803
 
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_CONTROL_BYTES = bytes(code for code in range(32) if code not in (9, 10, 13))
+_CONTROL_BYTES = bytes(code for code in range(32) if code not in b"\t\n\r")
 _DOCTYPE = re.compile(r"<!(?:DOCTYPE|ENTITY)[^>]*>?", re.IGNORECASE)
 
 
@@ -160,28 +165,32 @@ def parse_request(body: bytes) -> SchedulerRequest:
     """Read a scheduler request. Raises RequestError if it is too long or not a request at all."""
     if len(body) > MAX_REQUEST_BYTES:
         raise RequestError(f"request of {len(body)} bytes is longer than {MAX_REQUEST_BYTES}")
+    if b"</scheduler_request>" not in body[-_END_BYTES:]:
+        # The parser would make do with half a request, and work would be given to a client that has gone.
+        raise RequestError("no </scheduler_request> at the end")
     root = _parse(body)
     if root is None or root.tag != "scheduler_request":
         raise RequestError("no <scheduler_request> found")
     others = root.find("other_results")
     other_names = _names(others, "other_result", MAX_OTHER_RESULTS + 1) if others is not None else []
+    fields = _fields(root)
     return SchedulerRequest(
-        authenticator=_text(root, "authenticator"),
-        hostid=_integer(root, "hostid"),
-        rpc_seqno=_integer(root, "rpc_seqno"),
-        core_client_version=_integer(root, "core_client_major_version", high=1000) * 10000
-        + _integer(root, "core_client_minor_version", high=99) * 100
-        + _integer(root, "core_client_release", high=99),
-        allow_multiple_clients=_integer(root, "allow_multiple_clients") != 0,
-        dont_send_work=_integer(root, "dont_send_work") != 0,
-        work_req_seconds=_seconds(root, "work_req_seconds"),
-        cpu_req_secs=_seconds(root, "cpu_req_secs"),
-        cpu_req_instances=_number(root, "cpu_req_instances", high=10000),
-        platforms=_platforms(root),
-        code_sign_key=_text(root, "code_sign_key", 4096),
-        cross_project_id=_text(root, "cross_project_id", 64),
+        authenticator=_text(fields, "authenticator"),
+        hostid=_integer(fields, "hostid"),
+        rpc_seqno=_integer(fields, "rpc_seqno"),
+        core_client_version=_integer(fields, "core_client_major_version", high=1000) * 10000
+        + _integer(fields, "core_client_minor_version", high=99) * 100
+        + _integer(fields, "core_client_release", high=99),
+        allow_multiple_clients=_integer(fields, "allow_multiple_clients") != 0,
+        dont_send_work=_integer(fields, "dont_send_work") != 0,
+        work_req_seconds=_seconds(fields, "work_req_seconds"),
+        cpu_req_secs=_seconds(fields, "cpu_req_secs"),
+        cpu_req_instances=_number(fields, "cpu_req_instances", high=10000),
+        platforms=_platforms(root, fields),
+        code_sign_key=_text(fields, "code_sign_key", 4096),
+        cross_project_id=_text(fields, "cross_project_id", 64),
         ram_fraction=_ram_fraction(root),
-        host=_host_info(root),
+        host=_host_info(root, fields),
         coprocs=_coprocs(root.find("coprocs")),
         results=tuple(_reported(each) for each in _first(root, "result", MAX_REPORTED_RESULTS)),
         messages=tuple(_message(each) for each in _first(root, "msg_from_host", MAX_MESSAGES)),
@@ -210,16 +219,16 @@ def _parse(body: bytes) -> etree._Element | None:
 
 def _decoded(body: bytes) -> str:
     """Clients send UTF-8, Latin-1 or a mixture, and broken apps' stderr: anything becomes clean text."""
+    body = body.translate(None, _CONTROL_BYTES)
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
         text = body.decode("latin-1")
-    text = text.replace("\x00", "")
     # An encoding declaration would contradict the re-encoded text; a document type has no place here.
     text = re.sub(r"^\s*<\?xml[^>]*\?>", "", text[:200], count=1) + text[200:]
     if "<!" in text:
         text = _DOCTYPE.sub("", text)
-    return _FORBIDDEN.sub("?", text)
+    return text if text.isascii() else _FORBIDDEN.sub("?", text)
 
 
 def _first(parent: etree._Element, tag: str, limit: int) -> Iterator[etree._Element]:
@@ -230,18 +239,27 @@ def _first(parent: etree._Element, tag: str, limit: int) -> Iterator[etree._Elem
 
 
 def _names(parent: etree._Element, tag: str, limit: int) -> list[str]:
-    names = (_text(child, "name") for child in _first(parent, tag, limit))
+    names = (_text(_fields(child), "name") for child in _first(parent, tag, limit))
     return [name for name in names if name]
 
 
-def _text(element: etree._Element, path: str, limit: int = _TEXT_LIMIT) -> str:
-    return (element.findtext(path) or "").strip()[:limit]
+#: The text of an element's children by tag; of a repeated tag the first counts.
+_Fields = Mapping[str, str | None]
 
 
-def _number(
-    element: etree._Element, path: str, default: float = 0.0, low: float = 0.0, high: float = 1e18
-) -> float:
-    return clamped(element.findtext(path), default, low, high)
+def _fields(element: etree._Element) -> _Fields:
+    found: dict[str, str | None] = {}
+    for child in element:
+        found.setdefault(str(child.tag), child.text)
+    return found
+
+
+def _text(fields: _Fields, name: str, limit: int = _TEXT_LIMIT) -> str:
+    return (fields.get(name) or "").strip()[:limit]
+
+
+def _number(fields: _Fields, name: str, default: float = 0.0, low: float = 0.0, high: float = 1e18) -> float:
+    return clamped(fields.get(name), default, low, high)
 
 
 def clamped(text: str | None, default: float = 0.0, low: float = 0.0, high: float = 1e18) -> float:
@@ -253,38 +271,33 @@ def clamped(text: str | None, default: float = 0.0, low: float = 0.0, high: floa
     return default if math.isnan(value) else min(max(value, low), high)
 
 
-def _integer(
-    element: etree._Element, path: str, default: int = 0, low: int = 0, high: int = 2147483647
-) -> int:
-    return int(_number(element, path, default, low, high))
+def _integer(fields: _Fields, name: str, default: int = 0, low: int = 0, high: int = 2147483647) -> int:
+    return int(_number(fields, name, default, low, high))
 
 
-def _seconds(element: etree._Element, path: str) -> float:
-    return _number(element, path, high=1e9)
+def _seconds(fields: _Fields, name: str) -> float:
+    return _number(fields, name, high=1e9)
 
 
-def _platforms(root: etree._Element) -> tuple[str, ...]:
-    names = [_text(root, "platform_name")]
-    names += [_text(each, "name") for each in _first(root, "alt_platform", MAX_PLATFORMS)]
+def _platforms(root: etree._Element, fields: _Fields) -> tuple[str, ...]:
+    names = [_text(fields, "platform_name"), *_names(root, "alt_platform", MAX_PLATFORMS)]
     return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _ram_fraction(root: etree._Element) -> float:
-    prefs = root.find("working_global_preferences/global_preferences")
-    if prefs is None:
-        return 1.0
+    element = root.find("working_global_preferences/global_preferences")
+    prefs = {} if element is None else _fields(element)
     busy = _number(prefs, "ram_max_used_busy_pct", 100, 0, 100)
     idle = _number(prefs, "ram_max_used_idle_pct", 100, 0, 100)
     return max(busy, idle) / 100
 
 
-def _host_info(root: etree._Element) -> HostInfo:
+def _host_info(root: etree._Element, fields: _Fields) -> HostInfo:
     """The `<host_info>`, with what the host table keeps of the time, network and disk statistics."""
-    empty = etree.Element("empty")
 
-    def section(name: str) -> etree._Element:
+    def section(name: str) -> _Fields:
         found = root.find(name)
-        return empty if found is None else found
+        return {} if found is None else _fields(found)
 
     info, times = section("host_info"), section("time_stats")
     net, disk = section("net_stats"), section("disk_usage")
@@ -315,7 +328,7 @@ def _host_info(root: etree._Element) -> HostInfo:
         d_boinc_used_total=_number(disk, "d_boinc_used_total"),
         d_boinc_used_project=_number(disk, "d_boinc_used_project"),
         d_boinc_max=_number(disk, "d_project_share"),
-        duration_correction_factor=_number(root, "duration_correction_factor", 1.0, 0.01, 100.0),
+        duration_correction_factor=_number(fields, "duration_correction_factor", 1.0, 0.01, 100.0),
     )
 
 
@@ -327,30 +340,31 @@ def _coprocs(parent: etree._Element | None) -> tuple[Coprocessor, ...]:
         return ()
     found: dict[str, Coprocessor] = {}
     for element in list(parent.iterchildren(*_COPROC_TYPES, "coproc"))[:MAX_COPROCS]:
-        kind = _COPROC_TYPES.get(str(element.tag)) or _text(element, "type", 64)
+        kind = _COPROC_TYPES.get(str(element.tag)) or _text(_fields(element), "type", 64)
         if kind:
             found.setdefault(kind, _coproc(kind, element))
     return tuple(found.values())
 
 
 def _coproc(kind: str, element: etree._Element) -> Coprocessor:
+    fields = _fields(element)
     opencl = element.find("coproc_opencl")
     memory = max(
-        _number(element, "totalGlobalMem"),
-        _number(element, "localRAM") * (1 << 20),  # AMD: in MB
-        _number(opencl, "global_mem_size") if opencl is not None else 0.0,
+        _number(fields, "totalGlobalMem"),
+        _number(fields, "localRAM") * (1 << 20),  # AMD: in MB
+        _number(_fields(opencl), "global_mem_size") if opencl is not None else 0.0,
     )
     return Coprocessor(
         type=kind,
-        count=_integer(element, "count", 0, 0, 1024),
-        name=_text(element, "name"),
-        request_seconds=_seconds(element, "req_secs"),
-        request_instances=_number(element, "req_instances", high=1024),
-        peak_flops=_number(element, "peak_flops"),
+        count=_integer(fields, "count", 0, 0, 1024),
+        name=_text(fields, "name"),
+        request_seconds=_seconds(fields, "req_secs"),
+        request_instances=_number(fields, "req_instances", high=1024),
+        peak_flops=_number(fields, "peak_flops"),
         memory_bytes=memory,
-        has_opencl=_integer(element, "have_opencl") != 0 or opencl is not None,
-        has_cuda=_integer(element, "have_cuda") != 0,
-        has_cal=_integer(element, "have_cal") != 0,
+        has_opencl=_integer(fields, "have_opencl") != 0 or opencl is not None,
+        has_cuda=_integer(fields, "have_cuda") != 0,
+        has_cal=_integer(fields, "have_cal") != 0,
     )
 
 
@@ -359,16 +373,17 @@ def _reported(element: etree._Element) -> ReportedResult:
         etree.tostring(info, encoding="unicode", with_tail=False).strip() + "\n"
         for info in _first(element, "file_info", 1000)
     )
+    fields = _fields(element)
     return ReportedResult(
-        name=_text(element, "name"),
-        client_state=_integer(element, "state", high=100),
-        exit_status=_integer(element, "exit_status", low=-2147483648),
-        cpu_time=_number(element, "final_cpu_time", high=1e10),
-        elapsed_time=_number(element, "final_elapsed_time", high=1e10),
-        app_version_num=_integer(element, "app_version_num"),
-        peak_working_set_size=_number(element, "final_peak_working_set_size"),
-        peak_swap_size=_number(element, "final_peak_swap_size"),
-        peak_disk_usage=_number(element, "final_peak_disk_usage"),
+        name=_text(fields, "name"),
+        client_state=_integer(fields, "state", high=100),
+        exit_status=_integer(fields, "exit_status", low=-2147483648),
+        cpu_time=_number(fields, "final_cpu_time", high=1e10),
+        elapsed_time=_number(fields, "final_elapsed_time", high=1e10),
+        app_version_num=_integer(fields, "app_version_num"),
+        peak_working_set_size=_number(fields, "final_peak_working_set_size"),
+        peak_swap_size=_number(fields, "final_peak_swap_size"),
+        peak_disk_usage=_number(fields, "final_peak_disk_usage"),
         stderr_out=cut_bytes(_inner(element.find("stderr_out"))),
         xml_doc_out=cut_bytes(files),
     )
@@ -392,10 +407,11 @@ def cut_bytes(text: str, limit: int = _BLOB_LIMIT) -> str:
 
 
 def _message(element: etree._Element) -> MessageFromHost:
+    fields = _fields(element)
     return MessageFromHost(
-        result_name=_text(element, "result_name"),
-        time=_integer(element, "time"),
-        variety=_text(element, "variety"),
+        result_name=_text(fields, "result_name"),
+        time=_integer(fields, "time"),
+        variety=_text(fields, "variety"),
         text=cut_bytes(_inner(element.find("text"))),
     )
 

@@ -51,6 +51,9 @@ MAX_SHARED_COMMIT = 32
 #: Seconds that open requests get to finish when the server stops.
 SHUTDOWN_TIMEOUT_S = 5.0
 
+#: Seconds for which the rest of a body is read after the reply, so that the sender gets to see the reply.
+LINGERING_S = 2.0
+
 LOCK_NAME = "embedded_server.lock"
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -268,6 +271,7 @@ class EmbeddedServer:
             self._rim.application(),
             access_log=None,
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            lingering_time=LINGERING_S,
             handle_signals=False,
         )
         await runner.setup()

@@ -7,6 +7,7 @@ after the commit.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from boinc_project.server.messages import (
     parse_request,
 )
 from boinc_project.server.scheduler import Changes, Documents, Identity, Snapshot
+from boinc_project.server.statements import Statement, insert_row, update_row
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.versions import VersionTable, read_plan_classes
 from boinc_project.states import Outcome, ServerState
@@ -34,7 +36,10 @@ from boinc_project.states import Outcome, ServerState
 log = logging.getLogger(__name__)
 
 #: Unsent results looked at for one request; a request is given far fewer.
-MAX_CANDIDATES = 60
+MAX_CANDIDATES, MIN_CANDIDATES = 60, 8
+
+#: Seconds that a short job takes, to guess how many a request can be given.
+TYPICAL_JOB_S = 10.0
 
 #: Seconds for which apps, versions and plan classes are kept before they are read again.
 STATIC_TABLES_TTL_S = 1.0
@@ -94,19 +99,58 @@ _JOIN = sa.select(*_JOINED).join_from(_R, _W, _W.c.id == _R.c.workunitid)
 _IS_UNSENT = _R.c.server_state == sa.literal_column(str(int(ServerState.UNSENT)))
 _IS_IN_PROGRESS = _R.c.server_state == sa.literal_column(str(int(ServerState.IN_PROGRESS)))
 
-_ON_HOST = _JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS)
-_HOST = sa.select(_H).where(_H.c.id == sa.bindparam("id"))
-_USER = sa.select(_U).where(_U.c.id == sa.bindparam("id"))
-_USER_BY_KEY = sa.select(_U).where(_U.c.authenticator == sa.bindparam("key"))
-_SPEEDS = sa.select(_HAV).where(_HAV.c.host_id == sa.bindparam("hostid"))
+_ON_HOST = Statement(
+    _JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS), index="gt_in_progress"
+)
+_BY_NAME = Statement(_JOIN.where(_R.c.name == sa.bindparam("name")))
+_HOST = Statement(sa.select(_H).where(_H.c.id == sa.bindparam("id")))
+_HOSTS_OF_USER = Statement(sa.select(_H).where(_H.c.userid == sa.bindparam("userid")))
+_USER = Statement(sa.select(_U).where(_U.c.id == sa.bindparam("id")))
+_USER_BY_KEY = Statement(sa.select(_U).where(_U.c.authenticator == sa.bindparam("key")))
+_SPEEDS = Statement(sa.select(_HAV).where(_HAV.c.host_id == sa.bindparam("hostid")))
+_WORKUNIT_XML = Statement(sa.select(_W.c.xml_doc).where(_W.c.id == sa.bindparam("id")))
+_RESULT_XML = Statement(sa.select(_R.c.xml_doc_in).where(_R.c.id == sa.bindparam("id")))
+
+_APPS = Statement(sa.select(database.app).where(database.app.c.deprecated == 0))
+_VERSIONS = Statement(
+    sa.select(_AV, database.platform.c.name.label("platform")).join_from(
+        _AV, database.platform, database.platform.c.id == _AV.c.platformid
+    )
+)
+
+#: Claims a result; no row matches if somebody else was quicker.
+_CLAIM = Statement(
+    _R.update()
+    .where(_R.c.id == sa.bindparam("result_id"), _R.c.server_state == sa.bindparam("expected_state"))
+    .values(
+        {
+            name: sa.bindparam(name)
+            for name in (
+                "server_state",
+                "hostid",
+                "userid",
+                "sent_time",
+                "report_deadline",
+                "flops_estimate",
+                "app_version_id",
+            )
+        }
+    )
+)
+#: Lets the transitioner look at the workunit when the deadline has passed.
+_WATCH_DEADLINE = Statement(
+    _W.update()
+    .where(_W.c.id == sa.bindparam("workunit_id"), _W.c.transition_time > sa.bindparam("due"))
+    .values(transition_time=sa.bindparam("due"))
+)
 
 
-def _candidates(per_user: bool, per_host: bool) -> sa.Select[Any]:
+def _candidates(per_user: bool, per_host: bool) -> Statement:
     """Unsent results in the order of BOINC's feeder, without those whose workunit this user or host has."""
     sibling = _R.alias("sibling")
     failed = sa.and_(
         sibling.c.server_state == int(ServerState.OVER),
-        sibling.c.outcome.in_([int(outcome) for outcome in scheduler.FAILED_OUTCOMES]),
+        sa.or_(*(sibling.c.outcome == int(outcome) for outcome in scheduler.FAILED_OUTCOMES)),
     )
     owners = []
     if per_user:
@@ -117,7 +161,8 @@ def _candidates(per_user: bool, per_host: bool) -> sa.Select[Any]:
     if owners:
         taken = sa.exists().where(sibling.c.workunitid == _R.c.workunitid, sa.or_(*owners), sa.not_(failed))
         query = query.where(sa.not_(taken))
-    return query.order_by(_R.c.priority.desc(), _R.c.workunitid, _R.c.id).limit(MAX_CANDIDATES)
+    order = (_R.c.priority.desc(), _R.c.workunitid, _R.c.id)
+    return Statement(query.order_by(*order).limit(sa.bindparam("limit")), index="gt_unsent")
 
 
 class SchedulerService:
@@ -185,7 +230,7 @@ class SchedulerService:
 
     def _identify(self, connection: Connection, request: SchedulerRequest) -> Identity:
         host = self._living_host(connection, request.hostid)
-        host_user = _row(connection, _USER, id=host["userid"]) if host else None
+        host_user = _USER.first(connection, id=host["userid"]) if host else None
         key_user = None
         if host_user is None or not scheduler.accepts_key(host_user, request.authenticator):
             key_user = self._user_by_key(connection, request.authenticator)
@@ -194,7 +239,7 @@ class SchedulerService:
 
     def _living_host(self, connection: Connection, hostid: int) -> dict[str, Any] | None:
         for _ in range(_MAX_ZOMBIES):
-            host = _row(connection, _HOST, id=hostid) if hostid else None
+            host = _HOST.first(connection, id=hostid) if hostid else None
             if host is None or host["userid"]:
                 return host
             hostid = host["rpc_seqno"]  # replaced: the successor's id stands here
@@ -205,14 +250,14 @@ class SchedulerService:
             return None
         userid, separator, _ = key.partition("_")
         if separator and userid.isdecimal() and len(userid) < 10:
-            user = _row(connection, _USER, id=int(userid))
+            user = _USER.first(connection, id=int(userid))
             return user if user and scheduler.accepts_key(user, key) else None
-        return _row(connection, _USER_BY_KEY, key=key)
+        return _USER_BY_KEY.first(connection, key=key)
 
     def _find_or_make_host(
         self, connection: Connection, request: SchedulerRequest, user: Mapping[str, Any], now: int
     ) -> dict[str, Any]:
-        hosts = _rows(connection.execute(sa.select(_H).where(_H.c.userid == user["id"])))
+        hosts = _HOSTS_OF_USER.rows(connection, userid=user["id"])
         known = scheduler.similar_host(request, user, hosts)
         if known is not None:
             if scheduler.should_detach(request):
@@ -258,15 +303,17 @@ class SchedulerService:
     ) -> Snapshot:
         static = self._static.current(connection, self.clock())
         hostid = host["id"]
-        on_host = _rows(connection.execute(_ON_HOST, {"hostid": hostid}))
+        on_host = _ON_HOST.rows(connection, hostid=hostid)
         known = {row["name"] for row in on_host}
         may_send = request.wants_work and not scheduler.wait_before_work(request, host, now, self.config)
         candidates: list[dict[str, Any]] = []
         if may_send:
-            candidates = _rows(connection.execute(self._candidates, {"userid": user["id"], "hostid": hostid}))
+            candidates = self._candidates.rows(
+                connection, limit=_most_jobs(request), **self._owner(user["id"], hostid)
+            )
         speeds: list[dict[str, Any]] = []
         if candidates or request.results or on_host:
-            speeds = _rows(connection.execute(_SPEEDS, {"hostid": hostid}))
+            speeds = _SPEEDS.rows(connection, hostid=hostid)
         return Snapshot(
             now=now,
             user=user,
@@ -283,68 +330,62 @@ class SchedulerService:
             code_sign_key=self.code_sign_key,
         )
 
+    def _owner(self, userid: int, hostid: int) -> dict[str, int]:
+        """The parameters of the candidates' query, which has only those that the project's rules need."""
+        owner = {}
+        if self.config.one_result_per_user_per_wu:
+            owner["userid"] = userid
+        if self.config.one_result_per_user_per_wu or self.config.one_result_per_host_per_wu:
+            owner["hostid"] = hostid
+        return owner
+
     # What changes.
 
     def _write(self, connection: Connection, changes: Changes, snapshot: Snapshot) -> None:
         hostid, now = snapshot.host["id"], snapshot.now
-        connection.execute(_H.update().where(_H.c.id == hostid).values(**changes.host))
+        update_row(connection, _H, hostid, changes.host)
         for result_id, columns in changes.results.items():
-            connection.execute(_R.update().where(_R.c.id == result_id).values(**columns))
+            update_row(connection, _R, result_id, columns)
         self._send(connection, changes, snapshot)
         for version_id, columns in changes.speeds.items():
-            where = (_HAV.c.host_id == hostid) & (_HAV.c.app_version_id == version_id)
-            connection.execute(_HAV.update().where(where).values(**columns))
+            _update_speed(tuple(columns)).run(connection, key_host=hostid, key_version=version_id, **columns)
         for version_id, columns in changes.new_speeds.items():
-            row = database.new_row(_HAV, host_id=hostid, app_version_id=version_id, **columns)
-            connection.execute(_HAV.insert(), row)
+            insert_row(connection, _HAV, {"host_id": hostid, "app_version_id": version_id, **columns})
         for message in changes.messages:
-            row = database.new_row(
-                database.msg_from_host,
-                create_time=now,
-                hostid=hostid,
-                variety=message.variety,
-                xml=f"<result_name>{message.result_name}</result_name>\n<time>{message.time}</time>\n"
-                f"{message.text}\n",
-            )
-            connection.execute(database.msg_from_host.insert(), row)
+            xml = f"<result_name>{message.result_name}</result_name>\n<time>{message.time}</time>\n"
+            columns = {"create_time": now, "hostid": hostid, "variety": message.variety}
+            insert_row(connection, database.msg_from_host, {**columns, "xml": f"{xml}{message.text}\n"})
         self._transition(connection, changes.transition_now, now)
 
     def _send(self, connection: Connection, changes: Changes, snapshot: Snapshot) -> None:
         grace = self.config.report_grace_period
         for assignment in changes.sent:
-            deadline = assignment.deadline + grace
+            row, deadline = assignment.result, assignment.deadline + grace
             expected = ServerState.IN_PROGRESS if assignment.resend else ServerState.UNSENT
-            columns: dict[str, Any] = {
-                "report_deadline": deadline,
-                "flops_estimate": assignment.version.flops,
-                "app_version_id": assignment.version.id,
-            }
-            if not assignment.resend:
-                columns |= {
-                    "server_state": int(ServerState.IN_PROGRESS),
-                    "hostid": snapshot.host["id"],
-                    "userid": snapshot.user["id"],
-                    "sent_time": snapshot.now,
-                }
-            row = assignment.result
-            where = (_R.c.id == row["id"]) & (_R.c.server_state == int(expected))
-            claimed = connection.execute(_R.update().where(where).values(**columns)).rowcount
+            claimed = _CLAIM.run(
+                connection,
+                result_id=row["id"],
+                expected_state=int(expected),
+                server_state=int(ServerState.IN_PROGRESS),
+                hostid=snapshot.host["id"],
+                userid=snapshot.user["id"],
+                sent_time=row["sent_time"] if assignment.resend else snapshot.now,
+                report_deadline=deadline,
+                flops_estimate=assignment.version.flops,
+                app_version_id=assignment.version.id,
+            )
             if claimed != 1:
                 raise RuntimeError(f"[RESULT#{row['id']} {row['name']}] was taken while it was being sent")
-            workunit: dict[str, Any] = {
-                "transition_time": sa.case(
-                    (_W.c.transition_time > deadline + 1, deadline + 1), else_=_W.c.transition_time
-                )
-            }
+            _WATCH_DEADLINE.run(connection, workunit_id=row["workunitid"], due=deadline + 1)
             if snapshot.apps[row["appid"]]["homogeneous_app_version"] and not row["wu_app_version_id"]:
-                workunit["app_version_id"] = assignment.version.id
-            connection.execute(_W.update().where(_W.c.id == row["workunitid"]).values(**workunit))
+                update_row(connection, _W, row["workunitid"], {"app_version_id": assignment.version.id})
 
     def _transition(self, connection: Connection, workunits: Iterable[int], now: int) -> None:
         """What a stock project's transitioner would do some seconds later is done at once."""
         ids = sorted(workunits)
         if ids:
-            connection.execute(_W.update().where(_W.c.id.in_(ids)).values(transition_time=now))
+            for workunit_id in ids:
+                update_row(connection, _W, workunit_id, {"transition_time": now})
             self.transitioner.transition_workunits(connection, ids)
 
 
@@ -359,37 +400,34 @@ class _StaticTables:
 
     def current(self, connection: Connection, now: float) -> _StaticTables:
         if not 0 <= now - self._read_at < STATIC_TABLES_TTL_S:
-            platform = database.platform
-            query = sa.select(_AV, platform.c.name.label("platform")).join_from(
-                _AV, platform, platform.c.id == _AV.c.platformid
-            )
-            apps = _rows(connection.execute(sa.select(database.app).where(database.app.c.deprecated == 0)))
-            self.apps = {row["id"]: row for row in apps}
+            self.apps = {row["id"]: row for row in _APPS.rows(connection)}
             self.versions = VersionTable(
-                versions=_rows(connection.execute(query)),
+                versions=_VERSIONS.rows(connection),
                 plan_classes=read_plan_classes(self._plan_class_file),
             )
             self._read_at = now
         return self
 
 
-def _row(connection: Connection, query: sa.Select[Any], **parameters: Any) -> dict[str, Any] | None:
-    found = connection.execute(query, parameters).mappings().first()
-    return None if found is None else {str(key): value for key, value in found.items()}
+def _most_jobs(request: SchedulerRequest) -> int:
+    """How many candidates to look at: for a request that wants little, few are enough."""
+    seconds = request.cpu_req_secs + sum(coproc.request_seconds for coproc in request.coprocs)
+    instances = request.cpu_req_instances + sum(coproc.request_instances for coproc in request.coprocs)
+    return min(MAX_CANDIDATES, MIN_CANDIDATES + int(instances + seconds / TYPICAL_JOB_S))
 
 
-def _rows(outcome: sa.CursorResult[Any]) -> list[dict[str, Any]]:
-    names = list(outcome.keys())
-    return [dict(zip(names, row, strict=True)) for row in outcome]
+@functools.cache
+def _update_speed(names: tuple[str, ...]) -> Statement:
+    values: dict[str, Any] = {name: sa.bindparam(name) for name in names}
+    key = (_HAV.c.host_id == sa.bindparam("key_host")) & (
+        _HAV.c.app_version_id == sa.bindparam("key_version")
+    )
+    return Statement(_HAV.update().where(key).values(values))
 
 
 def _by_name(connection: Connection, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    wanted = sorted({name for name in names if name})
-    found: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(wanted), 500):  # SQLite bounds the number of parameters
-        query = _JOIN.where(_R.c.name.in_(wanted[start : start + 500]))
-        found.update((row["name"], row) for row in _rows(connection.execute(query)))
-    return found
+    rows = (_BY_NAME.first(connection, name=name) for name in sorted(set(names)) if name)
+    return {row["name"]: row for row in rows if row is not None}
 
 
 def _team_name(connection: Connection, teamid: int) -> str:
@@ -399,13 +437,14 @@ def _team_name(connection: Connection, teamid: int) -> str:
 
 
 def _documents(connection: Connection, changes: Changes) -> Documents:
-    results = [each.result["id"] for each in changes.sent]
-    workunits = [each.result["workunitid"] for each in changes.sent]
-    return Documents(
-        workunits=_xml(connection, sa.select(_W.c.id, _W.c.xml_doc).where(_W.c.id.in_(workunits))),
-        results=_xml(connection, sa.select(_R.c.id, _R.c.xml_doc_in).where(_R.c.id.in_(results))),
-    )
+    workunits, results = {}, {}
+    for assignment in changes.sent:
+        result_id, workunit_id = assignment.result["id"], assignment.result["workunitid"]
+        if workunit_id not in workunits:
+            workunits[workunit_id] = _text(_WORKUNIT_XML.first(connection, id=workunit_id), "xml_doc")
+        results[result_id] = _text(_RESULT_XML.first(connection, id=result_id), "xml_doc_in")
+    return Documents(workunits=workunits, results=results)
 
 
-def _xml(connection: Connection, query: sa.Select[Any]) -> dict[int, str]:
-    return {int(key): text or "" for key, text in connection.execute(query)}
+def _text(row: Mapping[str, Any] | None, name: str) -> str:
+    return "" if row is None else row[name] or ""

@@ -23,6 +23,7 @@ from sqlalchemy.engine import Connection
 from boinc_project import database, templates
 from boinc_project.config import ProjectConfig
 from boinc_project.database import Database
+from boinc_project.server.statements import Statement, insert_row, update_row
 from boinc_project.signing import PrivateKey
 from boinc_project.states import (
     EXIT_ABORTED_VIA_GUI,
@@ -318,6 +319,21 @@ _RESULT_COLUMNS = tuple(
 )
 _WU_COLUMNS = tuple(column for column in _WU.c if column.name not in ("xml_doc", "mod_time", "keywords"))
 
+_WORKUNIT = Statement(sa.select(*_WU_COLUMNS).where(_WU.c.id == sa.bindparam("id")))
+_RESULTS = Statement(
+    sa.select(*_RESULT_COLUMNS)
+    .where(_RESULT.c.workunitid == sa.bindparam("workunitid"))
+    .order_by(_RESULT.c.id)
+)
+_SET_TIME = Statement(
+    _WU.update()
+    .where(_WU.c.id == sa.bindparam("workunit_id"))
+    .values(
+        transition_time=sa.case(
+            (_WU.c.transition_time == sa.bindparam("seen"), sa.bindparam("later")), else_=sa.bindparam("now")
+        )
+    )
+)
 _DUE = (
     sa.select(_WU.c.id)
     .where(_WU.c.transition_time <= sa.bindparam("now"), _WU.c.transitioner_flags != TransitionerFlags.NONE)
@@ -363,14 +379,14 @@ class Transitioner:
     def transition_workunits(self, connection: Connection, ids: Sequence[int]) -> int:
         """Handle these workunits inside the caller's transaction."""
         now = int(self.clock())
-        workunits = connection.execute(sa.select(*_WU_COLUMNS).where(_WU.c.id.in_(ids))).mappings().all()
-        by_workunit: dict[int, list[Row]] = {int(wu["id"]): [] for wu in workunits}
-        query = sa.select(*_RESULT_COLUMNS).where(_RESULT.c.workunitid.in_(ids)).order_by(_RESULT.c.id)
-        for result in connection.execute(query).mappings():
-            by_workunit[int(result["workunitid"])].append(dict(result))
-        for wu in map(dict, workunits):
-            self._apply(connection, wu, transition(wu, by_workunit[int(wu["id"])], now, self.config), now)
-        return len(workunits)
+        handled = 0
+        for workunit_id in ids:
+            wu = _WORKUNIT.first(connection, id=workunit_id)
+            if wu is not None:
+                results = _RESULTS.rows(connection, workunitid=workunit_id)
+                self._apply(connection, wu, transition(wu, results, now, self.config), now)
+                handled += 1
+        return handled
 
     def _apply(self, connection: Connection, wu: Row, change: Transition, now: int) -> None:
         label = f"[WU#{wu['id']} {wu['name']}]"
@@ -380,26 +396,29 @@ class Transitioner:
             except (OSError, templates.TemplateError) as error:
                 # Stock BOINC stops the whole project here; one bad workunit must not do that.
                 log.error("%s cannot make results, tried again in %d s: %s", label, RETRY_MIN_S, error)
-                connection.execute(
-                    _WU.update().where(_WU.c.id == wu["id"]).values(transition_time=now + RETRY_MIN_S)
-                )
+                update_row(connection, _WU, wu["id"], {"transition_time": now + RETRY_MIN_S})
                 return
-            connection.execute(_RESULT.insert(), rows)
+            for row in rows:
+                insert_row(connection, _RESULT, row)
             log.info("%s made %d results", label, len(rows))
         for result_id, columns in change.results.items():
-            connection.execute(_RESULT.update().where(_RESULT.c.id == result_id).values(**columns))
+            update_row(connection, _RESULT, result_id, columns)
         for late in change.timed_out:
             penalise_time_out(connection, late, int(wu["delay_bound"]), self.config.daily_result_quota)
         if change.workunit:
             self._write_workunit(connection, wu, change.workunit, now)
 
     def _write_workunit(self, connection: Connection, wu: Row, columns: Row, now: int) -> None:
-        """Only changed columns; if somebody set transition_time meanwhile, the workunit is handled again."""
+        """Only changed columns; if somebody set transition_time meanwhile, the workunit is handled again.
+
+        Inside one SQLite transaction nobody can; BOINC's rule is kept for whoever runs this elsewhere.
+        """
         values = dict(columns)
-        if "transition_time" in values:
-            unchanged = _WU.c.transition_time == wu["transition_time"]
-            values["transition_time"] = sa.case((unchanged, values["transition_time"]), else_=now)
-        connection.execute(_WU.update().where(_WU.c.id == wu["id"]).values(**values))
+        when = values.pop("transition_time", None)
+        if values:
+            update_row(connection, _WU, wu["id"], values)
+        if when is not None:
+            _SET_TIME.run(connection, workunit_id=wu["id"], seen=wu["transition_time"], later=when, now=now)
 
     def _new_results(self, wu: Row, change: Transition, now: int) -> list[dict[str, Any]]:
         template = self._template(str(wu["result_template_file"]))
