@@ -179,9 +179,7 @@ class MiniClient:
             text = self._take(memory, "app_status")
             if text:
                 values = {tag: float(value) for tag, value in re.findall(r"<(\w+)>([^<]*)</", text)}
-                status = Status(
-                    values["current_cpu_time"], values["checkpoint_cpu_time"], values["fraction_done"]
-                )
+                status = Status(values["current_cpu_time"], values["checkpoint_cpu_time"], values["fraction_done"])
                 if self.statuses and status.checkpoint_cpu_time != self.statuses[-1].checkpoint_cpu_time:
                     self.cpu_time = status.checkpoint_cpu_time
                 self.statuses.append(status)

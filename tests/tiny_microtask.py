@@ -53,9 +53,7 @@ def microtask_files(steps: int, batch: int = 64, features: int = 32, seed: int =
     rows = 2 * batch
     files = {
         GRAPH_FILE: graph.to_bytes(),
-        STATE_FILE: tensorfile.to_bytes(
-            {"parameter/w": rng.standard_normal((features, features)).astype(np.float32)}
-        ),
+        STATE_FILE: tensorfile.to_bytes({"parameter/w": rng.standard_normal((features, features)).astype(np.float32)}),
         shard_file(0): tensorfile.to_bytes(
             {
                 "batch/x": rng.standard_normal((rows, features)).astype(np.float32),
@@ -63,9 +61,7 @@ def microtask_files(steps: int, batch: int = 64, features: int = 32, seed: int =
             }
         ),
     }
-    batches = tuple(
-        Batch((0,) * batch, tuple(int(row) for row in rng.permutation(rows)[:batch])) for _ in range(steps)
-    )
+    batches = tuple(Batch((0,) * batch, tuple(int(row) for row in rng.permutation(rows)[:batch])) for _ in range(steps))
     microtask = Microtask(
         job="tiny",
         mode="gradient",

@@ -33,9 +33,7 @@ CHANNELS = (
 )
 SHARED_BYTES = CHANNEL_BYTES * len(CHANNELS)
 
-MAX_INIT_DATA_BYTES = (
-    4 << 20
-)  # the client writes some 10 KB; preferences and proxies cannot make it megabytes
+MAX_INIT_DATA_BYTES = 4 << 20  # the client writes some 10 KB; preferences and proxies cannot make it megabytes
 MAX_LINK_CHARACTERS = 511  # lib/filesys.cpp reads no longer a first line
 
 # Free text of others inside init_data.xml. It is cut out before the fields are looked for, so that a tag

@@ -49,17 +49,13 @@ from apps.gradient.boinc_messages import (
 )
 
 EXIT_BUG = 1  # an exception nobody expected, or an exit nobody announced
-EXIT_CRASHED = (
-    3  # the worker died of a signal that says "our bug" (segmentation fault, abort, illegal instruction)
-)
+EXIT_CRASHED = 3  # the worker died of a signal that says "our bug" (segmentation fault, abort, illegal instruction)
 EXIT_STATE_FILE_WRITE = 192  # BOINC's code: the marker itself could not be written
 EXIT_ABORTED_BY_CLIENT = 194  # BOINC's code, lib/error_numbers.h
 
 # Signals from outside that mean "stop now", not "you are broken". BOINC's client also restarts tasks that
 # die of them.
-POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT) + (
-    () if sys.platform == "win32" else (signal.SIGHUP, signal.SIGQUIT)
-)
+POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT) + (() if sys.platform == "win32" else (signal.SIGHUP, signal.SIGQUIT))
 
 # The longest a temporary exit may ask for; the client reads anything above as 300 s (client/app_control.cpp).
 MAX_TEMPORARY_EXIT_S = 86400
@@ -73,9 +69,7 @@ class Timing:
     poll: float = 0.1  # api/boinc_api.cpp: the timer thread runs at 10 Hz
     status: float = 1.0
     heartbeat_timeout: float = 30.0  # HEARTBEAT_GIVEUP_SECS
-    lock_wait: float = (
-        35.0  # LOCKFILE_TIMEOUT_PERIOD: longer than the heartbeat time-out of a copy left behind
-    )
+    lock_wait: float = 35.0  # LOCKFILE_TIMEOUT_PERIOD: longer than the heartbeat time-out of a copy left behind
     lock_delay: int = 600
     final_status_wait: float = 3.0  # the client reads the channel once a second
     critical_suspend_wait: float = 1.0
@@ -453,9 +447,7 @@ class Supervisor:
             self._cpu_time = self._checkpoint_cpu_time
         if self._shared is None:
             return True
-        return self._shared.send(
-            "app_status", status_message(self._cpu_time, self._checkpoint_cpu_time, fraction_done)
-        )
+        return self._shared.send("app_status", status_message(self._cpu_time, self._checkpoint_cpu_time, fraction_done))
 
     def _stop_worker(self, request: int) -> None:
         """End the worker: let a critical section end, give `check` a moment to notice, then kill what is
@@ -494,9 +486,7 @@ class Supervisor:
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
             if number == signal.SIGKILL or number in POLITE_SIGNALS:
                 why = " (most likely for lack of memory)" if number == signal.SIGKILL else ""
-                self._temporary_exit(
-                    self._timing.killed_delay, f"the computing process was killed by {name}{why}"
-                )
+                self._temporary_exit(self._timing.killed_delay, f"the computing process was killed by {name}{why}")
             self._finish(EXIT_CRASHED, f"the computing process crashed with {name}")
         code = os.WEXITSTATUS(status)
         self._finish(code or EXIT_BUG, f"the computing process ended unannounced with status {code}")

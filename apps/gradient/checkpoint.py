@@ -57,9 +57,7 @@ class CheckpointStore:
     `log` gets one sentence for everything unusual.
     """
 
-    def __init__(
-        self, binding: Mapping[str, str], log: Callable[[str], None], folder: Path = Path(".")
-    ) -> None:
+    def __init__(self, binding: Mapping[str, str], log: Callable[[str], None], folder: Path = Path(".")) -> None:
         self._binding = dict(binding)
         self._log = log
         self._folder = folder
@@ -135,9 +133,7 @@ class CheckpointStore:
         }
         # Without this note the work would only be repeated.
         with contextlib.suppress(OSError):
-            tensorfile.write_bytes(
-                self._folder / OUTPUTS_FILE, json.dumps(record, sort_keys=True).encode("ascii")
-            )
+            tensorfile.write_bytes(self._folder / OUTPUTS_FILE, json.dumps(record, sort_keys=True).encode("ascii"))
 
     def outputs_complete(self, outputs: Mapping[str, Path]) -> bool:
         """Whether an earlier start of this task has left exactly these outputs, whole."""
@@ -146,8 +142,7 @@ class CheckpointStore:
             if record["binding"] != self._binding or set(record["outputs"]) != set(outputs):
                 return False
             return all(
-                record["outputs"][name] == [path.stat().st_size, _file_digest(path)]
-                for name, path in outputs.items()
+                record["outputs"][name] == [path.stat().st_size, _file_digest(path)] for name, path in outputs.items()
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False

@@ -36,9 +36,7 @@ from typing import Callable
 APP_NAME = "gradient"
 PLATFORM = "x86_64-pc-linux-gnu"
 DEFAULT_VERSION = "1.00"
-API_VERSION = (
-    "7.20.5"  # from 6.0 the client gives boinc_mmap_file, from 7.5 no `--device` (client/app_start.cpp)
-)
+API_VERSION = "7.20.5"  # from 6.0 the client gives boinc_mmap_file, from 7.5 no `--device` (client/app_start.cpp)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY = REPOSITORY / "apps" / "gradient" / "__main__.py"
@@ -156,9 +154,7 @@ def build_app(
     if not re.fullmatch(r"\d{1,3}\.\d{1,2}", version):
         raise BuildError(f"the version must look like 1.00 (BOINC's MAJOR.MINOR), not {version!r}")
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(
-            f"this builds for {PLATFORM} only, and must run there; here is {platform.platform()}"
-        )
+        raise BuildError(f"this builds for {PLATFORM} only, and must run there; here is {platform.platform()}")
     check_tools()
     check_numpy(numpy_baseline())
     report("checking", 0.0)
@@ -297,14 +293,9 @@ def try_start(program: Path, work: Path) -> float:
     folder = work / "start"
     folder.mkdir()
     began = time.monotonic()
-    done = subprocess.run(
-        [program], cwd=folder, capture_output=True, text=True, errors="replace", timeout=300
-    )
+    done = subprocess.run([program], cwd=folder, capture_output=True, text=True, errors="replace", timeout=300)
     seconds = time.monotonic() - began
-    if (
-        re.search(r"ImportError|ModuleNotFoundError|\[PYI-\d+:ERROR\]|Failed to", done.stderr)
-        or done.returncode < 0
-    ):
+    if re.search(r"ImportError|ModuleNotFoundError|\[PYI-\d+:ERROR\]|Failed to", done.stderr) or done.returncode < 0:
         raise BuildError("the built program does not start:\n" + done.stderr[-2000:])
     return seconds
 
@@ -362,17 +353,13 @@ def version_xml(version: str) -> str:
     )
 
 
-def write_folder(
-    output_dir: Path, version: str, program: Path, digest: str, facts: Facts, reused: bool
-) -> BuiltApp:
+def write_folder(output_dir: Path, version: str, program: Path, digest: str, facts: Facts, reused: bool) -> BuiltApp:
     """Lay the app version out. An existing program of this version may only be replaced by the same bytes."""
     folder = output_dir / "apps" / APP_NAME / version / PLATFORM
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / program_name(version)
     if target.exists() and target.read_bytes() != program.read_bytes():
-        raise BuildError(
-            f"{target} exists and differs: a published file never changes, so give a higher version"
-        )
+        raise BuildError(f"{target} exists and differs: a published file never changes, so give a higher version")
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
     shutil.copyfile(program, temporary)
     temporary.chmod(0o755)

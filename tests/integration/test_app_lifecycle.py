@@ -250,11 +250,7 @@ def test_suspended_then_quit_then_started_it_continues_from_its_checkpoint(
     assert client.wait(10) == 0
     client.start()
     assert client.wait() == 0
-    steps = [
-        int(line.split(" step ")[1].split()[0])
-        for line in client.stderr().splitlines()
-        if "starts at" in line
-    ]
+    steps = [int(line.split(" step ")[1].split()[0]) for line in client.stderr().splitlines() if "starts at" in line]
     assert steps[0] == 0 and steps[1] >= 45
     assert client.output().read_bytes() == undisturbed(150)
 
@@ -263,12 +259,8 @@ def test_suspended_then_quit_then_started_it_continues_from_its_checkpoint(
 
 
 @pytest.mark.parametrize("suspended", [False, True], ids=["running", "suspended"])
-def test_when_the_client_is_killed_the_whole_tree_is_gone_within_35_s(
-    tmp_path: Path, suspended: bool
-) -> None:
-    client, task = spawn_client(
-        tmp_path, command("--steps", "1000000", "--call", "sleepless", "--helpers", "2")
-    )
+def test_when_the_client_is_killed_the_whole_tree_is_gone_within_35_s(tmp_path: Path, suspended: bool) -> None:
+    client, task = spawn_client(tmp_path, command("--steps", "1000000", "--call", "sleepless", "--helpers", "2"))
     try:
         wait_for(lambda: len(session_members(task)) == 4, 20, "supervisor, worker and two helpers")
         if suspended:
@@ -291,9 +283,7 @@ def test_when_the_supervisor_is_killed_worker_and_helpers_die_at_once(start: Sta
     wait_for(lambda: len(client.processes()) == 4, 20, "supervisor, worker and two helpers")
     if stopped:
         client.suspend()
-        wait_for(
-            lambda: [p.status() for p in client.processes()].count(psutil.STATUS_STOPPED) == 3, 5, "stopped"
-        )
+        wait_for(lambda: [p.status() for p in client.processes()].count(psutil.STATUS_STOPPED) == 3, 5, "stopped")
     assert client.process is not None
     client.process.kill()
     client.process.wait()
@@ -330,9 +320,7 @@ def test_a_second_copy_touches_nothing_and_leaves_by_a_temporary_exit(start: Sta
     assert first.wait(10) == 0
 
 
-def test_a_second_copy_takes_over_once_the_first_is_gone(
-    start: Start, undisturbed: Callable[..., bytes]
-) -> None:
+def test_a_second_copy_takes_over_once_the_first_is_gone(start: Start, undisturbed: Callable[..., bytes]) -> None:
     first = start("--steps", "150")
     running(first)
     assert first.process is not None
@@ -343,9 +331,7 @@ def test_a_second_copy_takes_over_once_the_first_is_gone(
     assert first.output().read_bytes() == undisturbed(150)
 
 
-def test_leftovers_of_another_task_are_ignored(
-    start: Start, undisturbed: Callable[..., bytes], tmp_path: Path
-) -> None:
+def test_leftovers_of_another_task_are_ignored(start: Start, undisturbed: Callable[..., bytes], tmp_path: Path) -> None:
     other = start("--steps", "5000", root=tmp_path / "other", workunit="wu_other")
     running(other)
     other.quit()
@@ -408,11 +394,7 @@ def kill_at_random(start: Start, kills: int, expected: bytes, steps: int, seed: 
         client.start()
     assert client.wait(300) == 0
     assert client.finish_status() == 0
-    begins = [
-        int(line.split(" step ")[1].split()[0])
-        for line in client.stderr().splitlines()
-        if "starts at" in line
-    ]
+    begins = [int(line.split(" step ")[1].split()[0]) for line in client.stderr().splitlines() if "starts at" in line]
     assert begins == sorted(begins), "progress went backwards"
     assert client.output().read_bytes() == expected
 
@@ -430,9 +412,7 @@ def test_killed_at_200_random_points_the_result_is_that_of_an_undisturbed_run(
     kill_at_random(start, 200, undisturbed(2000), 2000, seed=12)
 
 
-@pytest.mark.parametrize(
-    "locale", [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
-)
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_a_folder_with_blanks_and_accents_works_under_any_locale(
     start: Start, undisturbed: Callable[..., bytes], tmp_path: Path, locale: dict[str, str]
 ) -> None:

@@ -37,9 +37,7 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> BuiltApp:
 def start(tmp_path: Path) -> Iterator[Start]:
     clients: list[MiniClient] = []
 
-    def starter(
-        command: list[str], files: dict[str, bytes], root: Path = tmp_path, **settings: object
-    ) -> MiniClient:
+    def starter(command: list[str], files: dict[str, bytes], root: Path = tmp_path, **settings: object) -> MiniClient:
         client = MiniClient(
             root,
             command,
@@ -93,9 +91,7 @@ def test_wrong_input_ends_with_a_marked_status_and_a_sentence(start: Start) -> N
     assert "state.safetensors" in client.stderr() and "Traceback" not in client.stderr()
 
 
-def test_suspended_quit_and_killed_the_real_application_gives_the_same_update(
-    start: Start, tmp_path: Path
-) -> None:
+def test_suspended_quit_and_killed_the_real_application_gives_the_same_update(start: Start, tmp_path: Path) -> None:
     files = microtask_files(400, batch=256, features=256)
     undisturbed = start(FROM_SOURCE, files, root=tmp_path / "undisturbed")
     assert undisturbed.wait(120) == 0
@@ -189,9 +185,7 @@ def test_the_package_works_in_a_folder_with_blanks_and_accents_and_leaves_nothin
     assert client.stderr().isascii()
     assert not list(home.iterdir())
     assert not [path for path in client.slot.iterdir() if path.name.startswith("_MEI")], "unpacked files left"
-    assert {path.name for path in client.project.iterdir()} == {
-        client.physical(name) for name in (*files, UPDATE_FILE)
-    }
+    assert {path.name for path in client.project.iterdir()} == {client.physical(name) for name in (*files, UPDATE_FILE)}
 
 
 def test_a_killed_boot_loader_takes_the_package_with_it_and_the_next_start_cleans_up(

@@ -75,9 +75,7 @@ DAMAGE = [truncate_to_nothing, halve, flip_a_byte, raise_the_generation, append,
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_checkpoint_gives_the_previous_one_and_a_line_in_the_log(
-    tmp_path: Path, damage
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_newest_checkpoint_gives_the_previous_one_and_a_line_in_the_log(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
     saved(tmp_path, 5)
     damage(tmp_path / "checkpoint.0")  # generations 1, 3, 5
     log: list[str] = []
