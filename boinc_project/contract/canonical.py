@@ -16,6 +16,8 @@ import zstandard
 from boinc_project.contract.errors import ContractError
 
 ZSTD_LEVEL = 6  # beyond 6 the files of this project gain under 1 % and take several times as long
+MAX_OBJECTS = 200_000  # of one document; each costs about a microsecond to read
+MAX_VALUES = 1_000_000
 _FEED_BYTES = 1024  # four bytes of zstd can mean 128 KiB: at most 32 MiB appear between two checks
 
 
@@ -27,8 +29,14 @@ def dumps(document: Any) -> bytes:
         raise ContractError(f"a document holds a number that JSON cannot carry: {error}", fault="number") from error
 
 
-def loads(text: bytes, what: str, fault_type: type[ContractError] = ContractError) -> Any:
-    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN, bounded depth and integers."""
+def loads(text: bytes, what: str, fault_type: type[ContractError] = ContractError, max_values: int = MAX_VALUES) -> Any:
+    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN; depth, integers and numbers of values are bounded.
+
+    Megabytes of `{},{},` would take seconds and gigabytes to parse, so their brackets and commas are counted
+    first (also those within strings: the limits are far above what honest documents hold).
+    """
+    if text.count(b"{") > MAX_OBJECTS or text.count(b"[") > MAX_VALUES or text.count(b",") > max_values:
+        raise fault_type(f"{what}: more than {MAX_OBJECTS} objects or {max_values} values", fault="too_large")
 
     def refuse_constant(name: str) -> Any:
         raise fault_type(f"{what}: {name} is not a number that JSON allows", fault="number")

@@ -22,8 +22,8 @@ from boinc_project.contract.errors import ContractError
 from boinc_project.contract.opset import OPSET, OPSET_VERSION, TensorType, flops, infer
 
 FORMAT = "boinc-train-graph"
-MAX_GRAPH_BYTES = 64 << 20  # of JSON, after decompression; a 24-layer GPT step takes about 2 MB
-MAX_NODES = 200_000
+MAX_GRAPH_BYTES = 32 << 20  # of JSON, after decompression; a 24-layer GPT step takes about 2 MB
+MAX_NODES = 50_000
 MAX_WHERE_CHARS = 200
 MAX_VALUE_ELEMENTS = 1 << 34
 

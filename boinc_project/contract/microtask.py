@@ -40,6 +40,7 @@ MAX_MICROTASK_BYTES = 16 << 20
 MAX_STEPS = 100_000
 MAX_BATCH = 1 << 20
 MAX_SHARDS = 10_000
+MAX_VALUES = 4_000_000  # of the document: two for each sample
 
 
 class MicrotaskError(ContractError):
@@ -138,7 +139,7 @@ class Microtask:
         """Read and check a microtask; raises MicrotaskError."""
         if len(text) > MAX_MICROTASK_BYTES:
             raise MicrotaskError(f"microtask has {len(text)} bytes, more than {MAX_MICROTASK_BYTES}", fault="too_large")
-        document = canonical.loads(text, "microtask", MicrotaskError)
+        document = canonical.loads(text, "microtask", MicrotaskError, MAX_VALUES)
         return _from_document(Taker(document, "microtask", MicrotaskError))
 
 
@@ -158,18 +159,22 @@ def _from_document(take: Taker) -> Microtask:
     batches = []
     for item in take.items("batches", MAX_STEPS):
         item.only("shards", "rows")
-        batch = Batch(item.integers("shards", 0, MAX_SHARDS), item.integers("rows", 0, 2**40))
+        shards_of_samples = item.integers("shards", 0, MAX_SHARDS, batch_size)
+        batch = Batch(shards_of_samples, item.integers("rows", 0, 2**40, batch_size))
         if len(batch.shards) != len(batch.rows) or not 1 <= batch.samples <= batch_size:
             raise MicrotaskError(f"{item.place}: {batch.samples} samples for a batch of {batch_size}", fault="batch")
         if max(batch.shards) >= shards:
             raise MicrotaskError(f"{item.place}: names shard {max(batch.shards)} of {shards}", fault="batch")
         batches.append(batch)
-    rates = take.numbers("learning_rates")
+    rates = take.numbers("learning_rates", MAX_STEPS)
     if not batches or len(rates) != len(batches):
         raise MicrotaskError(f"microtask has {len(batches)} batches and {len(rates)} learning rates", fault="steps")
     _need_files(mode, files)
+    job = take.text("job", 64)
+    if not job.isascii() or not job.isprintable():
+        raise MicrotaskError("microtask job must be printable ASCII: its name goes into logs", fault="name")
     return Microtask(
-        job=take.text("job", 64),
+        job=job,
         mode=mode,
         base_version=take.integer("base_version", 0),
         slot=take.integer("slot", 0),

@@ -23,8 +23,8 @@ from safetensors.numpy import save as safetensors_save
 from boinc_project.contract import canonical
 from boinc_project.contract.errors import ContractError
 
-MAX_HEADER_BYTES = 16 << 20  # 100,000 tensors fit
-MAX_TENSORS = 100_000
+MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 50_000
 METADATA_KEY = "boinc_train"  # our metadata is one JSON string under this key, so that its order is fixed
 
 Array = npt.NDArray[Any]
@@ -94,7 +94,7 @@ def from_bytes(
 
     Raises `fault_type` whose `fault` is one of: truncated, header_too_long, json, duplicate_key, type,
     unknown_key, missing_key, name, dtype, shape, offsets, trailing_bytes, missing_tensor, extra_tensor,
-    too_many_tensors.
+    too_many_tensors, too_large (the header has more values than any honest one).
     """
     view = memoryview(data)
     header, body = _split(view, what, fault_type)
@@ -120,7 +120,7 @@ def from_bytes(
         if code not in _DTYPES:
             raise fault_type(f"{place} has dtype {code!r}, which this project does not use", fault="dtype")
         shape = take.integers("shape", 0, 2**40, 16)
-        offsets = take.integers("data_offsets", 0, len(body), 2)
+        offsets = take.integers("data_offsets", 0, 2**62, 2)
         if expected is not None:
             wanted = expected[name]
             if _DTYPES[code] != wanted.dtype:
@@ -132,11 +132,16 @@ def from_bytes(
             size *= dim
         if len(offsets) != 2 or offsets[1] - offsets[0] != size:
             raise fault_type(f"{place}: its offsets do not hold {size} bytes", fault="offsets")
+        if offsets[1] > len(body):
+            raise fault_type(f"{place}: the file ends before it", fault="truncated")
         spans.append((offsets[0], offsets[1], name))
         flat = np.frombuffer(body[offsets[0] : offsets[1]], dtype=np.dtype(_DTYPES[code]).newbyteorder("<"))
         if code == "BOOL" and flat.size and int(flat.view(np.uint8).max()) > 1:
             raise fault_type(f"{place}: a boolean is neither 0 nor 1", fault="dtype")
-        tensors[name] = flat.reshape(shape)
+        try:
+            tensors[name] = flat.reshape(shape)
+        except ValueError as error:  # an empty tensor whose other dimensions no array can have
+            raise fault_type(f"{place} has the impossible shape {list(shape)}", fault="shape") from error
     _check_spans(spans, len(body), what, fault_type)
     return TensorFile(tensors, _metadata(text, what, fault_type))
 

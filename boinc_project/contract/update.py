@@ -104,6 +104,8 @@ def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, micr
         raise InvalidResult("this is not an update file", fault="format")
     if file.metadata.get("microtask") != microtask_digest:
         raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
+    if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
+        raise InvalidResult("the update's metadata is too long", fault="too_large")
     _check_finite(file.tensors, InvalidResult)
     tensors = codec.decode(file.tensors, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
     tensors.update({n: file.tensors[n] for n in types if n not in tensors})
