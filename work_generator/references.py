@@ -60,7 +60,7 @@ def is_inside(folder: Path, filename: str) -> bool:
 def admins_code(folder: Path, what: str) -> Iterator[None]:
     """Run the admin's code; whatever it raises becomes a JobError that names the admin's file and line."""
     try:
-        with _siblings_importable(folder.resolve()):
+        with siblings_importable(folder.resolve()):
             yield
     except JobError:
         raise
@@ -100,7 +100,7 @@ def _load_module(folder: Path, path: Path) -> ModuleType:
 
 
 @contextmanager
-def _siblings_importable(folder: Path) -> Iterator[None]:
+def siblings_importable(folder: Path) -> Iterator[None]:
     """Let `import helper` find helper.py beside job.toml, and forget it afterwards.
 
     The folder goes last on the path so that an admin's `random.py` shadows nothing, and what came

@@ -33,7 +33,8 @@ TEXT: dict[str, Any] = {
 
 def words() -> Batch:
     generator = torch.Generator().manual_seed(5)
-    return {"ids": torch.randint(0, 60, (3, 8), generator=generator), "label": torch.tensor([0, 1, 1])}
+    ids = torch.randint(0, 60, (3, 8), generator=generator)
+    return {"ids": ids, "label": torch.tensor([0, 1, 1]), "length": torch.tensor([8, 5, 3])}
 
 
 def images() -> Batch:
@@ -54,6 +55,12 @@ def every_word(model: nn.Module, batch: Batch) -> Tensor:
 
 def text_class(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(input_ids=batch["ids"]).logits, batch["label"], reduction="none")
+
+
+def masked_text_class(model: nn.Module, batch: Batch) -> Tensor:
+    mask = (torch.arange(8) < batch["length"][:, None]).long()
+    logits = model(input_ids=batch["ids"], attention_mask=mask).logits
+    return F.cross_entropy(logits, batch["label"], reduction="none")
 
 
 def image_class(model: nn.Module, batch: Batch) -> Tensor:
@@ -106,6 +113,7 @@ def convnext() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[], Batch]]] = {
     "albert": (albert, every_word, words),
     "bert": (bert, text_class, words),
+    "bert with padding": (bert, masked_text_class, words),
     "gpt2": (gpt2, next_word, words),
     "vit": (vit, image_class, images),
     "resnet": (resnet, image_class, images),

@@ -23,6 +23,7 @@ from work_generator.export.lowering import Lowering
 from work_generator.export.optimizer import export_optimizer
 from work_generator.export.tracing import Loss, Trace, split_parameters, trace_evaluation, trace_gradient
 from work_generator.job import Job
+from work_generator.references import siblings_importable
 
 Array = NDArray[np.generic]
 Constants = dict[str, Array]
@@ -71,11 +72,12 @@ def export_job(job: Job) -> ExportedJob:
     """
     config = job.config
     batch = sample_batch(job.data["train"], config.data.batch_size)
-    gradient = export_gradient(job.model, job.loss, batch, job.folder)
     held_out = job.data.get("test", job.data["train"])
     evaluation_batch = sample_batch(held_out, config.data.evaluation_batch_size)
-    changing = {each.name for each in gradient.graph.inputs_of_kind("buffer")}
-    evaluation = export_evaluation(job.model, job.loss, job.metrics, evaluation_batch, job.folder, changing)
+    with siblings_importable(job.folder):  # the admin's functions may import when they are called
+        gradient = export_gradient(job.model, job.loss, batch, job.folder)
+        changing = {each.name for each in gradient.graph.inputs_of_kind("buffer")}
+        evaluation = export_evaluation(job.model, job.loss, job.metrics, evaluation_batch, job.folder, changing)
     trained, _ = split_parameters(job.model)
     optimizer = None
     if config.inner_optimizer is not None:

@@ -246,20 +246,34 @@ def _traced(
     step: Callable[..., list[Tensor]], arguments: tuple[Any, ...], program: _Program, folder: Path | None
 ) -> fx.GraphModule:
     """Run make_fx; what the model's code raises becomes an ExportError that names the line."""
+    chooser = getattr(program.model, "set_attn_implementation", None)
+    attempts: list[Callable[[], fx.GraphModule]] = [
+        lambda: _make_fx(step, arguments),
+        # Hugging Face models look at their masks unless they know that they are being exported.
+        lambda: _exporting(step, arguments),
+    ]
+    if callable(chooser):
+        # Some look at values only in their fused attention; the plain one traces.
+        attempts.append(lambda: (chooser("eager"), _exporting(step, arguments))[1])
+    for attempt in attempts:
+        try:
+            return attempt()
+        except ExportError:
+            raise
+        except Exception as error:
+            if not _is_data_dependent(error) or attempt is attempts[-1]:
+                raise _explained(error, folder) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _exporting(step: Callable[..., list[Tensor]], arguments: tuple[Any, ...]) -> fx.GraphModule:
+    """Trace while torch.compiler says that a model is being exported."""
+    saved = torch.compiler.is_compiling, torch.compiler.is_exporting
+    torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True
     try:
         return _make_fx(step, arguments)
-    except ExportError:
-        raise
-    except Exception as error:
-        # Some models look at values only in their fused attention; the plain one traces.
-        chooser = getattr(program.model, "set_attn_implementation", None)
-        if _is_data_dependent(error) and callable(chooser):
-            chooser("eager")
-            try:
-                return _make_fx(step, arguments)
-            except Exception as second:
-                raise _explained(second, folder) from second
-        raise _explained(error, folder) from error
+    finally:
+        torch.compiler.is_compiling, torch.compiler.is_exporting = saved
 
 
 @cache

@@ -216,3 +216,14 @@ def test_an_exported_job_does_not_depend_on_the_folder_it_lies_in(
     shutil.copytree(EXAMPLES / "digits", folder)
     again = export_job(Job.load(folder))
     assert again.gradient.digest() == exported["digits"].gradient.digest()
+
+
+def test_functions_may_import_their_neighbours_when_they_are_called(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    shutil.copytree(EXAMPLES / "digits", folder)
+    (folder / "helper.py").write_text("FACTOR = 2.0\n")
+    text = (folder / "digits.py").read_text()
+    (folder / "digits.py").write_text(
+        text.replace("    return F.cross", "    import helper\n    return helper.FACTOR * F.cross")
+    )
+    assert export_job(Job.load(folder)).gradient.operators()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.graph_oracle import BACKENDS, distance, eager, inputs_of, run
+from tests.graph_oracle import BACKENDS, assert_as_exact_as_eager, distance, eager, inputs_of, run
 from work_generator.export import export_gradient
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -141,6 +141,7 @@ FUNCTIONS: dict[str, Function] = {
     # networks
     "conv1d": lambda w, i: F.conv1d(w.view(4, 2, 3), w[:2, :4].reshape(2, 2, 2), w[0, :2], padding=1),
     "conv2d": lambda w, i: F.conv2d(image(w), w[:3, :4].reshape(3, 2, 1, 2), stride=2, padding=1, dilation=2),
+    "conv3d": lambda w, i: F.conv3d(image(w).view(4, 2, 1, 5, 6), w[:2, :4].reshape(2, 2, 1, 1, 2)),
     "grouped conv2d": lambda w, i: F.conv2d(image(w), w[:2, :4].reshape(2, 1, 2, 2), groups=2),
     "conv_transpose2d": lambda w, i: F.conv_transpose2d(
         image(w), w[:2, :4].reshape(2, 1, 2, 2), stride=2, padding=1, output_padding=1
@@ -247,3 +248,34 @@ def test_random_functions_draw_from_streams_of_their_own() -> None:
     # 24 draws: means 0.5 + 0.5 + 0 + about 0.5 + 2 + 2.5 + 7, the sum of their deviations about 2.
     assert 11 < first["gradient/w"].mean() < 15
     assert abs(first["gradient/w"] - second["gradient/w"]).max() < 1e-5
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 6)
+        self.cells = nn.LSTM(6, 5, num_layers=2, batch_first=True) if kind == "lstm" else nn.GRU(6, 5, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.cells(self.words(ids))[0]
+
+
+class Encoder(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.words(ids), src_key_padding_mask=ids == 0)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(Recurrent, "lstm"), (Recurrent, "gru"), (Encoder, "transformer")])
+def test_pytorchs_own_composite_layers_agree_with_eager(make: Callable[[str], nn.Module], kind: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["ids"]).square().flatten(1).mean(1)
+
+    torch.manual_seed(0)
+    model = make(kind)
+    batch = {"ids": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [8, 9, 0, 0]])}
+    assert_as_exact_as_eager(export_gradient(model, loss, batch), model, loss, batch, seed=3)

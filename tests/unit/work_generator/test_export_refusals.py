@@ -156,3 +156,27 @@ def test_tracing_leaves_the_admins_random_numbers_and_model_alone() -> None:
     assert F.one_hot is one_hot
     assert all(torch.equal(t, before[name]) for name, t in network.state_dict().items())
     assert not network[0]._forward_hooks and not network[0]._forward_pre_hooks
+
+
+class Choosy(nn.Module):
+    """Looks at values unless it is being exported, or unless its attention is the plain one."""
+
+    def __init__(self, cure: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.cure, self.attention = cure, "fused"
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.attention = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        cured = torch.compiler.is_exporting() if self.cure == "export" else self.attention == "eager"
+        if not cured and bool((x != 0).all()):
+            return self.layer(x)
+        return self.layer(x) * 1.5
+
+
+@pytest.mark.parametrize("cure", ["export", "eager"])
+def test_cures_for_models_that_look_at_values_are_tried_before_refusing(cure: str) -> None:
+    export_gradient(Choosy(cure), lambda m, b: m(b["x"]).sum(1), batch(), HERE)
+    assert not torch.compiler.is_exporting()
