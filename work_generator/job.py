@@ -228,5 +228,5 @@ def _check_same_fields(
         if tensor.dtype != other.dtype or tensor.shape[1:] != other.shape[1:]:
             raise JobError(
                 f'{source}: "{split}"/"{name}" is {str(tensor.dtype)[6:]} {list(tensor.shape[1:])} per sample, '
-                f"in \"train\" {str(other.dtype)[6:]} {list(other.shape[1:])}; make them the same"
+                f'in "train" {str(other.dtype)[6:]} {list(other.shape[1:])}; make them the same'
             )

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from boinc_project.job_config import JobError, one_line, reference_file
@@ -116,8 +116,3 @@ def siblings_importable(folder: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if not name.startswith("boinc_train_job_") and isinstance(file, str) and is_inside(folder, file):
                 del sys.modules[name]
-
-
-def frames_of(error_traceback: TracebackType | None) -> list[tuple[str, int]]:
-    """(file, line) of every frame of a traceback, outermost first."""
-    return [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error_traceback)]
