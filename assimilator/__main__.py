@@ -69,6 +69,8 @@ class Assimilator:
                     store.beat(connection, "assimilator", os.getpid())
         except DBAPIError as error:
             raise RetryLater(f"the database does not answer ({error.orig})") from error
+        except OSError as error:
+            raise RetryLater(f"storage does not answer ({error})") from error
         return worked
 
     def _intake(self) -> bool:

@@ -135,7 +135,7 @@ class Applier:
             state = job.folder.read_state(version, str(base["state_sha256"]))
             optimizer = job.folder.read_optimizer(version, str(base["optimizer_sha256"]))
             made = compute(job.config, version, state, optimizer, contributions)
-        except (VersionNotFinite, NothingToFold, ContractError, OSError) as error:
+        except (VersionNotFinite, NothingToFold, ContractError, FileNotFoundError) as error:
             self._hold(job, str(error))
             return False
         self._publish(job, version + 1, made, chosen)

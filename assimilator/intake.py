@@ -42,7 +42,11 @@ def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: Jo
         _fail(database, unit, f"workunit failed: {describe_errors(int(unit['error_mask']))}", now)
         return
     with database.read() as connection:
+        known = store.ledger_entry(connection, str(unit["name"]))
         results = store.results_of(connection, int(unit["id"]))
+    if known is not None:  # somebody set the workunit back: its files may be gone by now, and are not needed
+        _mark_again(database, unit, now)
+        return
     canonical = next((row for row in results if row["id"] == unit["canonical_resultid"]), None)
     try:
         if canonical is None:
@@ -57,11 +61,14 @@ def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: Jo
         tensorfile.write_bytes(path, data)
     loss = mean_loss(decode(job, task, data))
     with database.transaction() as connection:
+        store.lock_job(connection, job.id)  # one slot of one round at a time, whoever else takes in
         if store.ledger_entry(connection, str(unit["name"])) is None:
             rivals = store.ledger_of_version(connection, job.id, int(task["version"]))
             taken = any(row["slot"] == task["slot"] and row["disposition"] != Disposition.DROPPED for row in rivals)
             disposition = Disposition.DUPLICATE if taken else Disposition.PENDING
-            if task["state"] == MicrotaskState.CANCELLED:  # its version was rolled back meanwhile
+            if store.round_members(connection, job.id, int(task["version"]) + 1) is not None:
+                disposition = Disposition.TOO_OLD  # its round was closed without it
+            if _is_cancelled(connection, unit):  # its version was rolled back meanwhile
                 disposition = Disposition.DROPPED
             connection.execute(
                 sa.insert(gt_ledger).values(
@@ -82,9 +89,8 @@ def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: Jo
             )
             if disposition != Disposition.DROPPED:
                 store.set_microtask(connection, str(unit["name"]), MicrotaskState.FOLDED)
-            log.info("[WU#%d %s] taken in, loss %.4f", unit["id"], unit["name"], loss)
-        else:
-            log.info("[WU#%d %s] already taken in", unit["id"], unit["name"])
+            shown = "unknown" if loss is None else f"{loss:.4f}"
+            log.info("[WU#%d %s] taken in (%s), loss %s", unit["id"], unit["name"], disposition, shown)
         store.mark_assimilated(connection, int(unit["id"]), int(now))
 
 
@@ -102,11 +108,11 @@ def decode(job: JobRow, task: Row, data: bytes) -> Update:
     return read_update(data, types, codec, str(task["digest"]))
 
 
-def mean_loss(update: Update) -> float:
-    """Loss per sample over all steps, as the replicas agreed on it."""
+def mean_loss(update: Update) -> float | None:
+    """Loss per sample over all steps, as the replicas agreed on it; None if they claim to have seen no sample."""
     total = float(update.tensors["metric/loss"].astype("float64").sum())
     weight = float(update.tensors["metric/weight"].astype("float64").sum())
-    return total / weight if weight > 0 else float("nan")
+    return total / weight if weight > 0 else None
 
 
 def _judged_bytes(tree: ProjectTree, result: Row, digest: str) -> bytes:
@@ -123,9 +129,22 @@ def _judged_bytes(tree: ProjectTree, result: Row, digest: str) -> bytes:
     return data
 
 
+def _is_cancelled(connection: sa.Connection, unit: Row) -> bool:
+    """Whether the microtask was withdrawn (rolled back) meanwhile."""
+    task = store.microtask_of(connection, str(unit["name"]))
+    return task is None or task["state"] == MicrotaskState.CANCELLED
+
+
+def _mark_again(database: Database, unit: Row, now: float) -> None:
+    with database.transaction() as connection:
+        store.mark_assimilated(connection, int(unit["id"]), int(now))
+    log.info("[WU#%d %s] was taken in already; nothing is applied again", unit["id"], unit["name"])
+
+
 def _fail(database: Database, unit: Row, reason: str, now: float) -> None:
     """Release the slot: the generator issues the same microtask again, a few times."""
     with database.transaction() as connection:
-        store.set_microtask(connection, str(unit["name"]), MicrotaskState.FAILED, reason)
+        if not _is_cancelled(connection, unit):
+            store.set_microtask(connection, str(unit["name"]), MicrotaskState.FAILED, reason)
         store.mark_assimilated(connection, int(unit["id"]), int(now))
     log.warning("[WU#%d %s] %s", unit["id"], unit["name"], reason)

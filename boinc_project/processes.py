@@ -25,6 +25,7 @@ PID_FILE = "boinc-train.pid"
 STOP_PATIENCE_S = 15.0
 FIRST_RESTART_S = 1.0
 LAST_RESTART_S = 60.0
+HEALTHY_S = 60.0  # a process that ran so long is started again without the pauses of earlier restarts
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     not_before: float = 0.0
+    started: float = 0.0
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Processes:
         events = []
         for child in self.children:
             if child.process is not None and (status := child.process.poll()) is not None:
+                if time.monotonic() - child.started > HEALTHY_S:
+                    child.restarts = 0
                 pause = min(FIRST_RESTART_S * 2**child.restarts, LAST_RESTART_S)
                 events.append(
                     f"{child.name} ended with status {status}; starting it again (see {self.log_path(child.name)})"
@@ -96,6 +100,7 @@ class Processes:
         return None
 
     def _start(self, child: Child) -> None:
+        child.started = time.monotonic()
         path = self.log_path(child.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, BOINC_PROJECT_DIR=str(self.project_dir), PYTHONUNBUFFERED="1")

@@ -49,7 +49,7 @@ def collect(database: Database, job_name: str) -> dict[str, Any]:
             )
             .group_by(result.c.hostid)
         )
-        hosts = [
+        hosts: list[dict[str, Any]] = [
             {
                 "host": int(hostid),
                 "valid_results": int(number),

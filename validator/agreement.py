@@ -7,11 +7,12 @@ Distance of two updates: for every tensor t of a family (gradient, delta, buffer
 with Euclidean norms, n_t the elements of t and n of the family; the distance is the largest d_t. The second
 term is the floor: a tensor whose true gradient is zero (the key bias of attention) holds only rounding
 noise, and a purely relative measure would call two honest copies different. Tensors of integers must be
-equal. The measure is symmetric, an all-zero update is at distance >= 1 from any other, and a flipped sign
-at distance 2.
+equal. The measure is symmetric; an all-zero update is farther than 0.8 from any other, and one whose signs
+are all flipped is at distance 1 or more, whatever the magnitude. What it cannot see: a lie in a tensor whose
+norm is below the tolerance times its share of the family's norm; such a lie cannot move the model either.
 
 "Close" is not transitive, so the verdict is taken over groups in which every pair agrees (cliques), and the
-canonical result is the group's medoid, the member with the least sum of distances.
+canonical result is the member that most voters agree with, then the one with the least sum of distances.
 """
 
 from __future__ import annotations
@@ -97,11 +98,12 @@ class Verdict:
 
 
 def judge(copies: Sequence[Copy], distances: Mapping[tuple[int, int], float], tolerance: float, votes: int) -> Verdict:
-    """Find the largest agreeing group with at least `votes` different voters, and its medoid.
+    """Find the agreeing group with the most voters, at least `votes`, and the copy in its middle.
 
-    Undecided if no group has the votes, or if another group without common members has as many voters (two
-    camps of equal strength: more copies must tell). With a canonical result, every copy within `tolerance` of
-    it is valid and every other invalid.
+    Undecided if no group has the votes, or if two groups without a common member are the strongest (two camps:
+    more copies must tell). Strongest groups that overlap are one camp in a chain A~B~C: its middle is the
+    canonical result, so that nobody close to it loses. Every copy within `tolerance` of it is valid and every
+    other invalid. A tie of two copies goes to the smaller id, given before anybody had computed.
     """
     ids = sorted(copy.identifier for copy in copies)
     voters = {copy.identifier: copy.voter for copy in copies}
@@ -116,13 +118,17 @@ def judge(copies: Sequence[Copy], distances: Mapping[tuple[int, int], float], to
     undecided = Verdict(None, frozenset(), frozenset(), distances)
     if not groups:
         return undecided
-    ranked = sorted(groups, key=lambda g: (-strength(g), -len(g), sum(apart(i, j) for i in g for j in g), g))
-    best = ranked[0]
-    rivals = [g for g in ranked[1:] if not set(g) & set(best)]
-    if strength(best) < votes or any(strength(g) >= strength(best) for g in rivals):
+    most = max(strength(group) for group in groups)
+    strongest = [group for group in groups if strength(group) == most]
+    if most < votes or any(not set(g) & set(h) for g, h in itertools.combinations(strongest, 2)):
         return undecided
-    canonical = min(best, key=lambda i: (sum(apart(i, j) for j in best), i))
-    valid = frozenset(i for i in ids if apart(canonical, i) <= tolerance)
+
+    def around(i: int) -> list[int]:
+        return [j for j in ids if apart(i, j) <= tolerance]
+
+    candidates = sorted({i for group in strongest for i in group})
+    canonical = min(candidates, key=lambda i: (-strength(around(i)), sum(apart(i, j) for j in around(i)), i))
+    valid = frozenset(around(canonical))
     return Verdict(canonical, valid, frozenset(ids) - valid, distances)
 
 

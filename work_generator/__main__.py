@@ -76,6 +76,8 @@ class Generator:
                 store.beat(connection, "work_generator", os.getpid())
         except DBAPIError as error:
             raise RetryLater(f"the database does not answer ({error.orig})") from error
+        except OSError as error:
+            raise RetryLater(f"storage does not answer ({error})") from error
         return worked
 
     def _supply(self, job: JobRow) -> bool:
