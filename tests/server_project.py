@@ -66,6 +66,7 @@ def add_workunits(
         "max_success_results": 4,
         **columns,
     }
+    beside = {name: columns.pop(name) for name in ("priority", "transitioner_flags") if name in columns}
     template = templates.input_template([templates.InputReference(open_name="in")], **columns)
     rows, now = [], int(time.time())
     for number in range(count):
@@ -78,6 +79,7 @@ def add_workunits(
                 appid=appid,
                 result_template_file="templates/uppercase_out",
                 now=now,
+                **beside,
             )
         )
     with db.transaction() as connection:

@@ -558,8 +558,9 @@ class _Sender:
         host, request = self.request.host, self.request
         in_progress = self._in_progress()
         cpus = max(1, min(host.p_ncpus, self.config.max_ncpus))
-        # Clients before 6.x only send work_req_seconds; newer ones repeat it per kind of processor.
-        seconds = request.cpu_req_secs or (0.0 if request.coprocs else request.work_req_seconds)
+        # Old clients only send work_req_seconds; newer ones say more for each kind of processor.
+        is_old = not (request.cpu_req_secs or request.cpu_req_instances or request.coprocs)
+        seconds = request.work_req_seconds if is_old else request.cpu_req_secs
         wanted = {
             "CPU": _Wanted(
                 seconds,
