@@ -1,7 +1,8 @@
 """Publishing application versions: what BOINC's `bin/update_versions` does, for the embedded server.
 
 Source: BOINC `tools/update_versions`. The tree is `apps/APP/VERSION/PLATFORM[__PLANCLASS]/` with a
-`version.xml` in each leaf; the files go flat into the download directory, each with a signature by the code-signing key.
+`version.xml` in each leaf; the files go flat into the download directory, each signed with the
+code-signing key.
 """
 
 from __future__ import annotations
