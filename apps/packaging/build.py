@@ -5,8 +5,8 @@
 The result is BOINC's layout for `update_versions`:
 
     OUTPUT/apps/gradient/VERSION/x86_64-pc-linux-gnu/gradient_VERSION_x86_64-pc-linux-gnu   the program
-                                                     version.xml                            what BOINC must
-                                                     know of it
+                                                     version.xml       what BOINC must know of it
+                                                     operators.json    the operators it knows
 
 The program unpacks itself inside the slot only (`--runtime-tmpdir .`): BOINC owns that folder and empties
 it. It holds numpy, safetensors and zstandard, never PyTorch. It needs at least the glibc of the machine it
@@ -33,12 +33,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable
 
+from boinc_project.contract.opset import OPSET
+
 APP_NAME = "gradient"
 PLATFORM = "x86_64-pc-linux-gnu"
 DEFAULT_VERSION = "1.00"
 API_VERSION = "7.20.5"  # from 6.0 the client gives boinc_mmap_file, from 7.5 no `--device` (client/app_start.cpp)
 
+OPERATORS_FILE = "operators.json"  # beside the program, not sent to volunteers
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+CACHE = REPOSITORY / ".cache" / "app-builds"
 ENTRY = REPOSITORY / "apps" / "gradient" / "__main__.py"
 SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract")
 PACKAGES = ("numpy", "safetensors", "zstandard", "pyinstaller")
@@ -365,6 +370,8 @@ def write_folder(output_dir: Path, version: str, program: Path, digest: str, fac
     temporary.chmod(0o755)
     os.replace(temporary, target)
     (folder / "version.xml").write_text(version_xml(version), encoding="ascii")
+    # For the project's side: a job that needs another operator is refused before any workunit exists.
+    (folder / OPERATORS_FILE).write_text(json.dumps(sorted(OPSET), indent=1) + "\n", encoding="ascii")
     return BuiltApp(
         folder=folder,
         program=target,
@@ -387,7 +394,7 @@ def main() -> None:
         built = build_app(
             Path(arguments[0]),
             version=arguments[1] if len(arguments) == 2 else DEFAULT_VERSION,
-            cache_dir=REPOSITORY / ".cache" / "app-builds",
+            cache_dir=CACHE,
             progress=lambda stage, share: print(f"{share:4.0%} {stage}", file=sys.stderr, flush=True),
         )
     except BuildError as error:

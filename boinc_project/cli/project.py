@@ -185,7 +185,7 @@ def stop_on_signals() -> Iterator[Flag]:
     "--cache",
     type=click.Path(path_type=Path),
     default=None,
-    help="Folder that keeps finished builds (default: .cache/app in the repository).",
+    help="Folder that keeps finished builds (default: .cache/app-builds in the repository).",
 )
 @click.option("--no-publish", is_flag=True, help="Only build; publish later with BOINC's update_versions.")
 def build_app(project_dir: Path | None, version: str, cache: Path | None, no_publish: bool) -> None:
@@ -200,7 +200,7 @@ def build_and_publish(
     tree: ProjectTree, version: str, cache: Path | None, console: Console, publish: bool = True
 ) -> Path:
     """Build the app into the project's apps/ folder and publish it as update_versions does."""
-    from apps.packaging.build import REPOSITORY
+    from apps.packaging.build import CACHE
     from apps.packaging.build import build_app as build
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -210,7 +210,7 @@ def build_and_publish(
         def report(stage: str, share: float) -> None:
             bars.update(task, completed=share, description=f"building the application: {stage}")
 
-        built = build(tree.project_dir, version, cache or REPOSITORY / ".cache" / "app", report)
+        built = build(tree.project_dir, version, cache or CACHE, report)
     if publish:
         with tree.database() as database:
             add_app(database, APP_NAME, APP_TITLE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from boinc_project.job_config import JobError
 
-class ExportError(ValueError):
+
+class ExportError(JobError):
     """The model cannot become a graph: one sentence with the operator, the model's line and a remedy."""
