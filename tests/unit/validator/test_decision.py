@@ -1,0 +1,207 @@
+"""The validator's decision: every branch of BOINC's handle_wu, and those where ours differs on purpose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from boinc_project.states import NEVER, AssimilateState, ErrorMask, Outcome, ServerState, ValidateState
+from validator.decision import Decision, ResultChange, Sanity, decide, needed
+
+NOW = 1_000_000
+UNIT = {
+    "canonical_resultid": 0,
+    "min_quorum": 2,
+    "target_nresults": 2,
+    "max_success_results": 4,
+    "error_mask": 0,
+}
+GOOD, INVALID, TRANSIENT = (Sanity.GOOD, ""), (Sanity.INVALID, "bad file (truncated)"), (Sanity.TRANSIENT, "disk away")
+INCONCLUSIVE = ResultChange(ValidateState.INCONCLUSIVE)
+
+
+def row(identifier: int, validate: ValidateState = ValidateState.INIT, **columns: Any) -> dict[str, Any]:
+    return {
+        "id": identifier,
+        "server_state": ServerState.OVER,
+        "outcome": Outcome.SUCCESS,
+        "validate_state": validate,
+        **columns,
+    }
+
+
+def run(
+    results: list[dict[str, Any]],
+    values: Mapping[int, float] | None = None,
+    sanity: Mapping[int, tuple[Sanity, str]] | None = None,
+    voters: Mapping[int, Any] | None = None,
+    **unit: Any,
+) -> Decision:
+    """Decide when the copies' contents are these numbers, which agree within 1."""
+    workunit = {**UNIT, **unit}
+    read = {identifier: (sanity or {}).get(identifier, GOOD) for identifier in needed(workunit, results)}
+    values = values or {}
+    good = sorted(i for i, (kind, _) in read.items() if kind == Sanity.GOOD)
+    distances = {(i, j): abs(values.get(i, 0.0) - values.get(j, 0.0)) for i, j in itertools.combinations(good, 2)}
+    who = {int(r["id"]): (voters or {}).get(int(r["id"]), f"user {r['id']}") for r in results}
+    return decide(workunit, results, read, distances, 1.0, who, NOW)
+
+
+CANONICAL = {"canonical_resultid": 1}
+WON = {"need_validate": 0, "assimilate_state": int(AssimilateState.READY), "transition_time": NEVER}
+
+
+def test_fewer_copies_than_the_quorum_only_clear_the_flag() -> None:
+    assert run([row(1)]) == Decision(workunit={"need_validate": 0})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        row(2, server_state=ServerState.IN_PROGRESS, outcome=Outcome.INIT),
+        row(2, outcome=Outcome.CLIENT_ERROR),
+        row(2, outcome=Outcome.VALIDATE_ERROR, validate=ValidateState.INVALID),
+        row(2, validate=ValidateState.INVALID),
+        row(2, outcome=Outcome.NO_REPLY),
+    ],
+)
+def test_copies_that_failed_or_were_found_invalid_do_not_count_towards_the_quorum(other: dict[str, Any]) -> None:
+    assert needed(UNIT, [row(1), other]) == []
+    assert run([row(1), other]) == Decision(workunit={"need_validate": 0})
+
+
+def test_two_agreeing_copies_make_a_canonical_result_and_retire_what_was_not_sent() -> None:
+    found = run([row(1), row(2)])
+    assert found.canonical in (1, 2)
+    assert found.results == {1: ResultChange(ValidateState.VALID), 2: ResultChange(ValidateState.VALID)}
+    assert found.workunit == {**WON, "canonical_resultid": found.canonical}
+    assert found.retire_unsent and not found.retry
+
+
+def test_the_copy_that_differs_from_an_agreeing_pair_is_invalid_without_being_an_error() -> None:
+    found = run([row(1), row(2, ValidateState.INCONCLUSIVE), row(3)], {3: 9.0})
+    assert found.results[3].validate_state == ValidateState.INVALID
+    assert found.results[3].outcome is None
+    assert {i for i, change in found.results.items() if change.credited} == {1, 2}
+
+
+def test_two_copies_that_differ_are_inconclusive_and_one_more_is_asked_for() -> None:
+    found = run([row(1), row(2)], {2: 9.0})
+    assert found.canonical is None
+    assert found.results == {1: INCONCLUSIVE, 2: INCONCLUSIVE}
+    assert found.workunit == {"need_validate": 0, "target_nresults": 3, "transition_time": NOW}
+
+
+def test_no_further_copy_is_asked_for_while_one_is_under_way() -> None:
+    found = run([row(1), row(2)], {2: 9.0}, target_nresults=3)
+    assert found.workunit == {"need_validate": 0}
+
+
+def test_more_successes_than_allowed_without_agreement_end_the_workunit_as_an_error() -> None:
+    results = [row(i, ValidateState.INCONCLUSIVE) for i in range(1, 6)]
+    found = run(results, {i: 5.0 * i for i in range(1, 6)}, error_mask=1)
+    assert found.workunit == {
+        "need_validate": 0,
+        "error_mask": 1 | ErrorMask.TOO_MANY_SUCCESS_RESULTS,
+        "transition_time": NOW,
+    }
+
+
+def test_exactly_as_many_successes_as_allowed_still_get_one_more_copy() -> None:
+    results = [row(i, ValidateState.INCONCLUSIVE) for i in range(1, 5)]
+    found = run(results, {i: 5.0 * i for i in range(1, 5)}, target_nresults=4)
+    assert found.workunit == {"need_validate": 0, "target_nresults": 5, "transition_time": NOW}
+
+
+def test_an_invalid_file_is_an_error_of_its_result_and_the_other_copy_waits_for_a_partner() -> None:
+    found = run([row(1), row(2)], sanity={2: INVALID})
+    assert found.results == {
+        1: INCONCLUSIVE,
+        2: ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, "bad file (truncated)"),
+    }
+    assert found.workunit["need_validate"] == 0
+    assert found.workunit["transition_time"] == NOW, "the transitioner makes the replacement"
+
+
+def test_the_only_copy_being_invalid_wakes_the_transitioner_for_another() -> None:
+    found = run([row(1)], sanity={1: INVALID}, min_quorum=1, target_nresults=1)
+    assert found.results[1].outcome == Outcome.VALIDATE_ERROR
+    assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+
+
+def test_all_copies_invalid_leave_nothing_inconclusive() -> None:
+    found = run([row(1), row(2)], sanity={1: INVALID, 2: INVALID})
+    assert {change.outcome for change in found.results.values()} == {Outcome.VALIDATE_ERROR}
+    assert "error_mask" not in found.workunit
+
+
+@pytest.mark.parametrize("others", [{}, {1: INVALID}])
+def test_storage_that_is_away_changes_nothing_at_all(others: dict[int, Any]) -> None:
+    found = run([row(1), row(2), row(3)], sanity={**others, 3: TRANSIENT})
+    assert found.retry and found.note == "disk away"
+    assert not found.results and not found.workunit and found.canonical is None
+
+
+def test_one_user_s_two_copies_are_no_quorum_and_a_copy_of_somebody_else_is_asked_for() -> None:
+    results, same = [row(1), row(2)], {1: "mallory", 2: "mallory"}
+    found = run(results, voters=same)
+    assert found.canonical is None
+    assert found.workunit == {"need_validate": 0, "target_nresults": 3, "transition_time": NOW}
+    third = run([*results, row(3)], {3: 9.0}, voters=same)
+    assert third.canonical is None, "one honest vote against one dishonest vote"
+    fourth = run([*results, row(3), row(4)], {3: 9.0, 4: 9.1}, voters=same)
+    assert fourth.canonical in (3, 4)
+    assert {i for i, c in fourth.results.items() if c.validate_state == ValidateState.INVALID} == {1, 2}
+
+
+def test_a_quorum_of_three_needs_two_agreeing_votes() -> None:
+    found = run([row(1), row(2), row(3)], {3: 9.0}, min_quorum=3, target_nresults=3)
+    assert found.canonical in (1, 2)
+    assert run([row(1), row(2)], min_quorum=3, target_nresults=3) == Decision(workunit={"need_validate": 0})
+
+
+def test_a_late_copy_is_judged_against_the_canonical_one() -> None:
+    results = [row(1, ValidateState.VALID), row(2, ValidateState.VALID), row(3), row(4)]
+    found = run(results, {4: 9.0}, **CANONICAL)
+    assert {i: c.validate_state for i, c in found.results.items()} == {3: ValidateState.VALID, 4: ValidateState.INVALID}
+    assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+    assert found.canonical is None and not found.retire_unsent
+
+
+def test_a_late_copy_with_a_bad_file_is_an_error() -> None:
+    found = run([row(1, ValidateState.VALID), row(3)], sanity={3: INVALID}, **CANONICAL)
+    assert found.results == {3: ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, INVALID[1])}
+
+
+def test_a_late_copy_is_too_late_and_not_invalid_when_we_deleted_the_canonical_file() -> None:
+    found = run([row(1, ValidateState.VALID), row(3)], sanity={1: INVALID}, **CANONICAL)
+    assert found.results[3].validate_state == ValidateState.TOO_LATE
+    assert found.results[3].outcome is None and not found.results[3].credited
+    assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+
+
+@pytest.mark.parametrize("away", [1, 3])
+def test_late_copies_wait_while_storage_is_away(away: int) -> None:
+    found = run([row(1, ValidateState.VALID), row(3)], sanity={away: TRANSIENT}, **CANONICAL)
+    assert found.retry and not found.results and not found.workunit
+
+
+def test_nothing_to_judge_beside_a_canonical_result_reads_no_file_and_clears_the_flag() -> None:
+    results = [row(1, ValidateState.VALID), row(2, ValidateState.VALID), row(3, ValidateState.TOO_LATE)]
+    assert needed({**UNIT, **CANONICAL}, results) == []
+    assert run(results, **CANONICAL) == Decision(workunit={"need_validate": 0})
+
+
+def test_results_judged_before_are_never_judged_again() -> None:
+    results = [row(1, ValidateState.VALID), row(2, ValidateState.VALID), row(3)]
+    assert set(run(results, **CANONICAL).results) == {3}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
+def test_the_decision_does_not_depend_on_the_order_of_the_rows(order: tuple[int, ...]) -> None:
+    rows = {i: row(i) for i in (1, 2, 3)}
+    values = {1: 0.0, 2: 0.9, 3: 1.8}
+    assert run([rows[i] for i in order], values) == run([rows[1], rows[2], rows[3]], values)
