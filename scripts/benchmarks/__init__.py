@@ -1,0 +1,1 @@
+"""The project's measurements, one module each; `scripts/bench` runs them."""

@@ -1,0 +1,45 @@
+"""`python -m scripts.benchmarks NAME [options]`: run one measurement; its last line is a JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from scripts.benchmarks.common import machine
+
+#: Name of a measurement (and of its module) -> what it says.
+BENCHMARKS = {
+    "scheduler": "scheduler replies per second, with work and without, at 4 connections",
+    "step": "one forward and backward pass of the GPT example against eager PyTorch",
+    "turnaround": "from a round's last report to the new version, and to a client that works on it",
+    "upload": "speed of a 100 MB upload and the server's memory meanwhile",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: scripts/bench NAME [options]; the names are:")
+        for name, about in BENCHMARKS.items():
+            print(f"  {name.ljust(12)}{about}")
+        return 0
+    name, *rest = arguments
+    if name not in BENCHMARKS:
+        print(f"error: there is no benchmark {name!r}; the names are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"scripts.benchmarks.{name}")
+    parser = argparse.ArgumentParser(prog=f"scripts/bench {name}", description=BENCHMARKS[name])
+    module.add_options(parser)
+    options = parser.parse_args(rest)
+    print(f"{name}: {BENCHMARKS[name]}")
+    print(machine("before"), flush=True)
+    metrics = module.measure(options)
+    print(machine("after"))
+    print(json.dumps({"name": name, "metrics": {key: float(f"{value:.5g}") for key, value in metrics.items()}}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
