@@ -82,6 +82,7 @@ class ProjectConfig:
     min_sendwork_interval: float = 0.0  # seconds between requests that get work
     next_rpc_delay: float = 0.0  # seconds; 0: the client decides when to come again
     gt_dry_rpc_delay: float = 10.0  # seconds; embedded server: come again when there was no work
+    gt_hold_dry_reply: float = 3.0  # seconds; embedded server: a reply to a report waits so long for work; 0: never
     resend_lost_results: bool = False
     send_result_abort: bool = False
     report_grace_period: int = 0  # seconds added to the deadline kept in the database
@@ -148,15 +149,14 @@ class ProjectConfig:
             min_sendwork_interval=values.number("min_sendwork_interval", 0.0),
             next_rpc_delay=values.number("next_rpc_delay", 0.0),
             gt_dry_rpc_delay=values.number("gt_dry_rpc_delay", 10.0),
+            gt_hold_dry_reply=values.number("gt_hold_dry_reply", 3.0),
             resend_lost_results=values.flag("resend_lost_results"),
             send_result_abort=values.flag("send_result_abort"),
             report_grace_period=values.integer("report_grace_period", int(grace_hours * 3600)),
             delete_delay=values.number("delete_delay_hours", 0.0) * 3600,
             maintenance_delay=values.number("maintenance_delay", 3600.0),
             reliable_priority_on_over=values.integer("reliable_priority_on_over", 0),
-            reliable_priority_on_over_except_error=values.integer(
-                "reliable_priority_on_over_except_error", 0
-            ),
+            reliable_priority_on_over_except_error=values.integer("reliable_priority_on_over_except_error", 0),
             verify_files_on_app_start=values.flag("verify_files_on_app_start"),
             min_core_client_version=_client_version(values.integer("min_core_client_version", 0)),
             ignore_upload_certificates=values.flag("ignore_upload_certificates"),

@@ -296,6 +296,7 @@ def _embedded_elements(directory: Path, master_url: str, long_name: str) -> dict
         "daily_result_quota": "10000",
         "min_sendwork_interval": "1",
         "gt_dry_rpc_delay": "10",
+        "gt_hold_dry_reply": "3",
         "resend_lost_results": "1",
         "send_result_abort": "1",
         "cache_md5_info": "1",

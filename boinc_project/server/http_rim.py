@@ -42,7 +42,8 @@ BAD_PASSWORD_DELAY_S = 1.0
 #: The `<server_version>` told to clients.
 SERVER_VERSION = "8.3.0"
 
-Answer = Callable[[bytes], Awaitable[bytes]]
+#: Request body, and whether the client has hung up -> reply body.
+Answer = Callable[[bytes, Callable[[], bool]], Awaitable[bytes]]
 
 _XML = {"Content-Type": "text/xml"}
 _TEXT = {"Content-Type": "text/plain"}
@@ -52,9 +53,7 @@ _FAN_OUT = re.compile(r"[0-9a-f]{1,8}")
 class Rim:
     """The request handlers of one project."""
 
-    def __init__(
-        self, tree: ProjectTree, db: Database, store: uploads.UploadStore, answer_scheduler: Answer
-    ) -> None:
+    def __init__(self, tree: ProjectTree, db: Database, store: uploads.UploadStore, answer_scheduler: Answer) -> None:
         self.tree, self.db, self.config = tree, db, tree.config
         self.store = store
         self.answer_scheduler = answer_scheduler
@@ -105,11 +104,7 @@ class Rim:
             "        <platform>\n"
             f"            <platform_name>{html.escape(row.name)}</platform_name>\n"
             f"            <user_friendly_name>{html.escape(row.user_friendly_name)}</user_friendly_name>\n"
-            + (
-                f"            <plan_class>{html.escape(row.plan_class)}</plan_class>\n"
-                if row.plan_class
-                else ""
-            )
+            + (f"            <plan_class>{html.escape(row.plan_class)}</plan_class>\n" if row.plan_class else "")
             + "        </platform>\n"
             for row in platforms
         )
@@ -188,7 +183,8 @@ class Rim:
 
     async def scheduler(self, request: web.Request) -> web.Response:
         body = await _bounded_body(request, MAX_REQUEST_BYTES)
-        return web.Response(body=await self.answer_scheduler(body), headers=_XML)
+        reply = await self.answer_scheduler(body, lambda: request.transport is None)
+        return web.Response(body=reply, headers=_XML)
 
     # Uploads.
 
@@ -251,12 +247,8 @@ class Rim:
 
 
 _PLATFORMS_IN_USE = (
-    sa.select(
-        database.platform.c.name, database.platform.c.user_friendly_name, database.app_version.c.plan_class
-    )
-    .join_from(
-        database.app_version, database.platform, database.platform.c.id == database.app_version.c.platformid
-    )
+    sa.select(database.platform.c.name, database.platform.c.user_friendly_name, database.app_version.c.plan_class)
+    .join_from(database.app_version, database.platform, database.platform.c.id == database.app_version.c.platformid)
     .where(database.app_version.c.deprecated == 0, database.platform.c.deprecated == 0)
     .distinct()
 )

@@ -146,6 +146,7 @@ class SchedulerRequest:
     other_results: frozenset[str] = frozenset()  # what the client still has, reported ones excluded
     other_results_complete: bool = False  # False: no list was sent, or it was too long to be trusted
     files: tuple[str, ...] = ()  # sticky files on the host
+    is_repeat: bool = False  # the server itself asks again for work, for a client whose reply is held
 
     @property
     def wants_work(self) -> bool:

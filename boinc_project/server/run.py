@@ -1,8 +1,8 @@
 """The embedded server's process: one project, one port, one SQLite database.
 
 Bird's eye view, in call order: `serve` (signals, stop file) -> `EmbeddedServer.start` (lock, port, threads)
--> `SchedulerQueue` (requests that wait together are answered in one commit) -> `_housekeeping` (transitioner
-and file deleter) -> `EmbeddedServer.stop`.
+-> `SchedulerQueue` (requests that wait together are answered in one commit) and `HeldReplies` before it
+-> `_housekeeping` (transitioner and file deleter) -> `EmbeddedServer.stop`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from boinc_project.config import ConfigError, ProjectConfig
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server.file_deleter import FileDeleter
+from boinc_project.server.held_replies import HeldReplies
 from boinc_project.server.http_rim import Rim
-from boinc_project.server.scheduler_service import INDEXES, SchedulerService
+from boinc_project.server.scheduler_service import INDEXES, Answer, Held, SchedulerService
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.uploads import UploadStore
 from boinc_project.signing import KeyFormatError
@@ -100,9 +101,9 @@ class ProjectLock:
 class SchedulerQueue:
     """Hands waiting scheduler requests, as many as there are, to one thread and one commit."""
 
-    def __init__(self, answer: Callable[[Sequence[bytes]], list[bytes]]) -> None:
+    def __init__(self, answer: Callable[[Sequence[bytes | Held]], list[Answer]]) -> None:
         self._answer = answer
-        self._waiting: queue.SimpleQueue[tuple[bytes, asyncio.Future[bytes]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[bytes | Held, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -112,9 +113,9 @@ class SchedulerQueue:
         self._waiting.put(None)
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
-    async def answer(self, body: bytes) -> bytes:
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting.put((body, future))
+    async def answer(self, asked: bytes | Held) -> Answer:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.put((asked, future))
         return await future
 
     def _run(self) -> None:
@@ -127,28 +128,28 @@ class SchedulerQueue:
             stopping = None in batch
             self._serve([each for each in batch if each is not None])
 
-    def _serve(self, batch: list[tuple[bytes, asyncio.Future[bytes]]]) -> None:
+    def _serve(self, batch: list[tuple[bytes | Held, asyncio.Future[Answer]]]) -> None:
         if not batch:
             return
         try:
-            replies: list[bytes | Exception] = [*self._answer([body for body, _ in batch])]
+            answers: list[Answer | Exception] = [*self._answer([asked for asked, _ in batch])]
         except Exception as error:
             log.exception("scheduler requests failed")
-            replies = [error] * len(batch)
+            answers = [error] * len(batch)
         # All futures belong to the server's one event loop; wake it once for the whole batch.
         loop = batch[0][1].get_loop()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_resolve, [future for _, future in batch], replies)
+            loop.call_soon_threadsafe(_resolve, [future for _, future in batch], answers)
 
 
-def _resolve(futures: list[asyncio.Future[bytes]], replies: list[bytes | Exception]) -> None:
-    for future, reply in zip(futures, replies, strict=True):
+def _resolve(futures: list[asyncio.Future[Answer]], answers: list[Answer | Exception]) -> None:
+    for future, answer in zip(futures, answers, strict=True):
         if future.cancelled():
             continue
-        if isinstance(reply, Exception):
-            future.set_exception(reply)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
         else:
-            future.set_result(reply)
+            future.set_result(answer)
 
 
 class EmbeddedServer:
@@ -234,9 +235,7 @@ class EmbeddedServer:
     def _open_database(self) -> Database:
         db = self.tree.database()
         if not db.is_sqlite:
-            raise ServerError(
-                "the embedded server works on SQLite; a standard BOINC server uses MariaDB itself"
-            )
+            raise ServerError("the embedded server works on SQLite; a standard BOINC server uses MariaDB itself")
         db.create_tables(database.metadata)
         with db.transaction() as connection:
             for index in INDEXES:
@@ -250,7 +249,13 @@ class EmbeddedServer:
         self._queue = SchedulerQueue(service.answer)
         store = UploadStore(self.tree)
         self._file_deleter = FileDeleter(self.tree, self.db, store)
-        self._rim = Rim(self.tree, self.db, store, self._queue.answer)
+        held_replies = HeldReplies(
+            self._queue.answer,
+            results_made=lambda: self._transitioner.results_made,
+            hold_s=self.config.gt_hold_dry_reply,
+            is_stopping=self._stopping.is_set,
+        )
+        self._rim = Rim(self.tree, self.db, store, held_replies.answer)
 
     # Threads.
 
@@ -356,9 +361,7 @@ def serve(
     try:
         server = EmbeddedServer(project_dir, host=host, port=port, allow_plain_http=allow_plain_http)
         if server.tree.is_triggered("stop_daemons"):
-            raise ServerError(
-                f"{server.tree.project_dir / 'stop_daemons'} exists; remove it to start the server"
-            )
+            raise ServerError(f"{server.tree.project_dir / 'stop_daemons'} exists; remove it to start the server")
         server.start()
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from boinc_project.config import ProjectConfig
@@ -78,9 +78,7 @@ class Identity:
     host: Row | None = None
 
 
-def identify(
-    request: SchedulerRequest, host: Row | None, host_user: Row | None, key_user: Row | None
-) -> Identity:
+def identify(request: SchedulerRequest, host: Row | None, host_user: Row | None, key_user: Row | None) -> Identity:
     """Decide account and host.
 
     `host` is the row of the claimed host id (replaced hosts followed to their successor), `host_user` its
@@ -122,11 +120,7 @@ def similar_host(request: SchedulerRequest, user: Row, hosts: Sequence[Row]) -> 
     if request.allow_multiple_clients:
         return None
     for host in newest_first:
-        if (
-            request.host.domain_name
-            and _same_machine(host, request.host)
-            and host["m_nbytes"] == request.host.m_nbytes
-        ):
+        if request.host.domain_name and _same_machine(host, request.host) and host["m_nbytes"] == request.host.m_nbytes:
             return host
     return None
 
@@ -197,6 +191,7 @@ class Decision:
 
     reply: SchedulerReply
     changes: Changes
+    searched: bool = False  # whether work was looked for: nothing but a lack of it kept it from the client
 
 
 def refuse(config: ProjectConfig) -> SchedulerReply:
@@ -242,8 +237,38 @@ def decide(request: SchedulerRequest, snapshot: Snapshot, config: ProjectConfig)
 
 def wait_before_work(request: SchedulerRequest, host: Row, now: int, config: ProjectConfig) -> float:
     """Seconds until this host may ask for work again; 0 when it may now."""
+    if request.is_repeat:
+        return 0.0
     wait = host["rpc_time"] + config.min_sendwork_interval - now
     return float(wait) if request.wants_work and host["rpc_time"] and wait > 0 else 0.0
+
+
+def may_be_held(request: SchedulerRequest, decision: Decision) -> bool:
+    """Whether a reply without work may wait a moment for new results.
+
+    Only a client that reports comes at a moment when a round may close. It must have no other task: waiting
+    for this reply, it could not report that one. It must know its host id: what it is not told, it would ask
+    for again under another name.
+    """
+    known = decision.reply.host is not None and decision.reply.host.id is None
+    dry = decision.searched and not decision.changes.sent and not request.other_results
+    return bool(known and dry and request.results)
+
+
+def repeated(request: SchedulerRequest) -> SchedulerRequest:
+    """The same question for work, without what has been processed already."""
+    return replace(request, results=(), messages=(), is_repeat=True)
+
+
+def joined(first: SchedulerReply, second: SchedulerReply) -> SchedulerReply:
+    """One reply of two: `first` said what became of the reports, `second` (to the repeated question) brings work."""
+    return replace(
+        second,
+        acks=first.acks,
+        aborts=first.aborts,
+        aborts_if_not_started=first.aborts_if_not_started,
+        message_ack=first.message_ack,
+    )
 
 
 class _Decider:
@@ -260,6 +285,7 @@ class _Decider:
         self.aborts: list[str] = []
         self.aborts_if_not_started: list[str] = []
         self.delay = request_delay(config)
+        self.searched = False
 
     def run(self) -> Decision:
         self._new_day()
@@ -269,7 +295,7 @@ class _Decider:
             self._abort_unneeded()
         sent = self._work()
         self._count_jobs(sent)
-        return Decision(reply=self._reply(sent), changes=self._changes(sent))
+        return Decision(reply=self._reply(sent), changes=self._changes(sent), searched=self.searched)
 
     # Reports.
 
@@ -399,6 +425,7 @@ class _Decider:
             sender.resend(lost)
         # After a resend nothing new is sent: the client first has to start what it lost.
         if not sender.sent:
+            self.searched = True
             sender.send_new()
         return sender.sent
 

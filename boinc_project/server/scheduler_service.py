@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -27,7 +28,7 @@ from boinc_project.server.messages import (
     format_reply,
     parse_request,
 )
-from boinc_project.server.scheduler import Changes, Documents, Identity, Snapshot
+from boinc_project.server.scheduler import Changes, Decision, Documents, Identity, Snapshot
 from boinc_project.server.statements import Statement, insert_row, update_row
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.versions import VersionTable, read_plan_classes
@@ -99,9 +100,7 @@ _JOIN = sa.select(*_JOINED).join_from(_R, _W, _W.c.id == _R.c.workunitid)
 _IS_UNSENT = _R.c.server_state == sa.literal_column(str(int(ServerState.UNSENT)))
 _IS_IN_PROGRESS = _R.c.server_state == sa.literal_column(str(int(ServerState.IN_PROGRESS)))
 
-_ON_HOST = Statement(
-    _JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS), index="gt_in_progress"
-)
+_ON_HOST = Statement(_JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS), index="gt_in_progress")
 _BY_NAME = Statement(_JOIN.where(_R.c.name == sa.bindparam("name")))
 _HOST = Statement(sa.select(_H).where(_H.c.id == sa.bindparam("id")))
 _HOSTS_OF_USER = Statement(sa.select(_H).where(_H.c.userid == sa.bindparam("userid")))
@@ -145,6 +144,22 @@ _WATCH_DEADLINE = Statement(
 )
 
 
+@dataclass(frozen=True)
+class Held:
+    """A request whose reply, without work, may wait for new results; asked again, it is only for work."""
+
+    request: SchedulerRequest
+    reply: SchedulerReply
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The reply's bytes; `held` if it brings no work and may wait for some."""
+
+    reply: bytes
+    held: Held | None = None
+
+
 def _candidates(per_user: bool, per_host: bool) -> Statement:
     """Unsent results in the order of BOINC's feeder, without those whose workunit this user or host has."""
     sibling = _R.alias("sibling")
@@ -180,27 +195,27 @@ class SchedulerService:
         self.transitioner = transitioner
         self.clock = clock
         self.code_sign_key = tree.code_sign_public().text()
-        self._candidates = _candidates(
-            self.config.one_result_per_user_per_wu, self.config.one_result_per_host_per_wu
-        )
+        self._candidates = _candidates(self.config.one_result_per_user_per_wu, self.config.one_result_per_host_per_wu)
         self._static = _StaticTables(tree)
 
-    def answer(self, bodies: Sequence[bytes]) -> list[bytes]:
-        """The reply to each request body, in order, after one durable commit for all."""
+    def answer(self, asked: Sequence[bytes | Held]) -> list[Answer]:
+        """The answer to each request body or held request, in order, after one durable commit for all."""
         if self.tree.is_triggered("stop_sched"):
-            return [format_reply(scheduler.stopped_reply(self.config))] * len(bodies)
-        requests = [self._parsed(body) for body in bodies]
+            stopped = format_reply(scheduler.stopped_reply(self.config))
+            return [Answer(format_reply(each.reply) if isinstance(each, Held) else stopped) for each in asked]
+        requests = [each if isinstance(each, Held) else self._parsed(each) for each in asked]
         try:
             with self.db.transaction() as connection:
-                replies = [self._answer_one(connection, request) for request in requests]
+                return [self._answer_one(connection, request) for request in requests]
         except Exception as error:
             # One request must not spoil the others: each gets a transaction of its own.
-            if len(bodies) > 1:
-                return [reply for body in bodies for reply in self.answer([body])]
+            if len(asked) > 1:
+                return [answer for each in asked for answer in self.answer([each])]
             log.exception("a scheduler request failed")
+            if isinstance(asked[0], Held):
+                return [Answer(format_reply(asked[0].reply))]
             text = f"Project encountered an internal error ({type(error).__name__}); it will be retried"
-            replies = [scheduler.error_reply(self.config, text)]
-        return [format_reply(reply) for reply in replies]
+            return [Answer(format_reply(scheduler.error_reply(self.config, text)))]
 
     def _parsed(self, body: bytes) -> SchedulerRequest | RequestError:
         try:
@@ -208,18 +223,40 @@ class SchedulerService:
         except RequestError as error:
             return error
 
-    def _answer_one(self, connection: Connection, request: SchedulerRequest | RequestError) -> SchedulerReply:
+    def _answer_one(self, connection: Connection, request: SchedulerRequest | RequestError | Held) -> Answer:
+        if isinstance(request, Held):
+            return self._ask_again(connection, request)
         if isinstance(request, RequestError):
-            return scheduler.error_reply(self.config, f"Error in request message: {request}")
+            text = f"Error in request message: {request}"
+            return Answer(format_reply(scheduler.error_reply(self.config, text)))
         identity = self._identify(connection, request)
         if identity.user is None:
-            return scheduler.refuse(self.config)
+            return Answer(format_reply(scheduler.refuse(self.config)))
         now = int(self.clock())
         host = identity.host or self._find_or_make_host(connection, request, identity.user, now)
+        snapshot = self._snapshot(connection, request, identity.user, host, now, new_to_client=identity.host is None)
+        decision = scheduler.decide(request, snapshot, self.config)
+        reply = self._carried_out(connection, decision, snapshot)
+        may_be_held = scheduler.may_be_held(request, decision)
+        return Answer(format_reply(reply), Held(request, reply) if may_be_held else None)
+
+    def _ask_again(self, connection: Connection, held: Held) -> Answer:
+        """Work for a client whose reply is held; without any, nothing is written and the reply stays held."""
+        request = scheduler.repeated(held.request)
+        identity = self._identify(connection, request)
+        if identity.user is None or identity.host is None or identity.host["rpc_seqno"] != request.rpc_seqno:
+            return Answer(format_reply(held.reply))  # the client has asked anew meanwhile, or is gone
         snapshot = self._snapshot(
-            connection, request, identity.user, host, now, new_to_client=identity.host is None
+            connection, request, identity.user, identity.host, int(self.clock()), new_to_client=False
         )
         decision = scheduler.decide(request, snapshot, self.config)
+        if not decision.changes.sent:
+            return Answer(format_reply(held.reply), held)
+        reply = self._carried_out(connection, decision, snapshot)
+        return Answer(format_reply(scheduler.joined(held.reply, reply)))
+
+    def _carried_out(self, connection: Connection, decision: Decision, snapshot: Snapshot) -> SchedulerReply:
+        """Write what was decided; returns the complete reply."""
         self._write(connection, decision.changes, snapshot)
         if not decision.changes.sent:
             return decision.reply
@@ -308,9 +345,7 @@ class SchedulerService:
         may_send = request.wants_work and not scheduler.wait_before_work(request, host, now, self.config)
         candidates: list[dict[str, Any]] = []
         if may_send:
-            candidates = self._candidates.rows(
-                connection, limit=_most_jobs(request), **self._owner(user["id"], hostid)
-            )
+            candidates = self._candidates.rows(connection, limit=_most_jobs(request), **self._owner(user["id"], hostid))
         speeds: list[dict[str, Any]] = []
         if candidates or request.results or on_host:
             speeds = _SPEEDS.rows(connection, hostid=hostid)
@@ -419,9 +454,7 @@ def _most_jobs(request: SchedulerRequest) -> int:
 @functools.cache
 def _update_speed(names: tuple[str, ...]) -> Statement:
     values: dict[str, Any] = {name: sa.bindparam(name) for name in names}
-    key = (_HAV.c.host_id == sa.bindparam("key_host")) & (
-        _HAV.c.app_version_id == sa.bindparam("key_version")
-    )
+    key = (_HAV.c.host_id == sa.bindparam("key_host")) & (_HAV.c.app_version_id == sa.bindparam("key_version"))
     return Statement(_HAV.update().where(key).values(values))
 
 

@@ -321,9 +321,7 @@ _WU_COLUMNS = tuple(column for column in _WU.c if column.name not in ("xml_doc",
 
 _WORKUNIT = Statement(sa.select(*_WU_COLUMNS).where(_WU.c.id == sa.bindparam("id")))
 _RESULTS = Statement(
-    sa.select(*_RESULT_COLUMNS)
-    .where(_RESULT.c.workunitid == sa.bindparam("workunitid"))
-    .order_by(_RESULT.c.id)
+    sa.select(*_RESULT_COLUMNS).where(_RESULT.c.workunitid == sa.bindparam("workunitid")).order_by(_RESULT.c.id)
 )
 _SET_TIME = Statement(
     _WU.update()
@@ -361,6 +359,7 @@ class Transitioner:
         self.config = config
         self.upload_key = None if config.dont_generate_upload_certificates else upload_key
         self.clock = clock
+        self.results_made = 0  # so far, counted shortly before they are committed
 
     def run_once(self) -> int:
         """Handle everything that is due; returns the number of transitions."""
@@ -400,6 +399,7 @@ class Transitioner:
                 return
             for row in rows:
                 insert_row(connection, _RESULT, row)
+            self.results_made += len(rows)
             log.info("%s made %d results", label, len(rows))
         for result_id, columns in change.results.items():
             update_row(connection, _RESULT, result_id, columns)
