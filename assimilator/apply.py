@@ -15,7 +15,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,30 @@ def compute(
     return NewVersion({name: new_state[name] for name in sorted(new_state)}, new_optimizer, samples)
 
 
+def contributions_of(
+    connection: sa.Connection, job: JobRow, version: int, members: Sequence[Member]
+) -> tuple[list[Row], list[Contribution]]:
+    """Ledger rows of a committed round over `version`, in its order, and the contributions they stand for."""
+    entries = {str(r["workunit_name"]): r for r in store.ledger_of_version(connection, job.id, version)}
+    chosen = [entries[member.workunit_name] for member in members]
+    made = []
+    for row in chosen:
+        task = store.microtask_of(connection, str(row["workunit_name"]))
+        assert task is not None, row["workunit_name"]
+        made.append(Contribution(int(row["slot"]), int(row["samples"]), _payload_loader(job, row, task)))
+    return chosen, made
+
+
+def _payload_loader(job: JobRow, entry: Row, task: Row) -> Callable[[], Mapping[str, Array]]:
+    def load() -> Mapping[str, Array]:
+        data = (job.folder.path / str(entry["payload_file"])).read_bytes()
+        if hashlib.sha256(data).hexdigest() != entry["payload_sha256"]:
+            raise ContractError(f"payload {entry['payload_file']} is damaged", fault="digest")
+        return decode(job, task, data).tensors
+
+    return load
+
+
 class Applier:
     """Turns complete rounds of one project's jobs into versions."""
 
@@ -120,17 +144,9 @@ class Applier:
         if members is None:
             return False
         with self._database.read() as connection:
-            entries = {str(r["workunit_name"]): r for r in store.ledger_of_version(connection, job.id, version)}
-            tasks = {name: store.microtask_of(connection, name) for name in entries}
+            chosen, contributions = contributions_of(connection, job, version, members)
             base = store.version_row(connection, job.id, version)
         assert base is not None, (job.name, version)
-        chosen = [entries[member.workunit_name] for member in members]
-        contributions = [
-            Contribution(
-                int(row["slot"]), int(row["samples"]), self._loader(job, row, tasks[str(row["workunit_name"])])
-            )
-            for row in chosen
-        ]
         try:
             state = job.folder.read_state(version, str(base["state_sha256"]))
             optimizer = job.folder.read_optimizer(version, str(base["optimizer_sha256"]))
@@ -165,16 +181,6 @@ class Applier:
         tasks = store.microtasks(connection, job.id, version)
         entries = store.ledger_of_version(connection, job.id, version)
         return round_to_commit(tasks, entries, job.config.train.microtasks_per_version)
-
-    def _loader(self, job: JobRow, entry: Row, task: Row | None) -> Any:
-        def load() -> Mapping[str, Array]:
-            assert task is not None, entry["workunit_name"]
-            data = (job.folder.path / str(entry["payload_file"])).read_bytes()
-            if hashlib.sha256(data).hexdigest() != entry["payload_sha256"]:
-                raise ContractError(f"payload {entry['payload_file']} is damaged", fault="digest")
-            return decode(job, task, data).tensors
-
-        return load
 
     def _publish(self, job: JobRow, version: int, made: NewVersion, chosen: Sequence[Row]) -> None:
         path, digest, optimizer_digest = job.folder.write_version(version, made.state, made.optimizer)

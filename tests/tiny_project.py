@@ -6,9 +6,12 @@ assimilator; updates computed by the application's own runner. Made up: the host
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +33,7 @@ from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import free_port
 from boinc_project.server.transitioner import Transitioner
-from boinc_project.states import Outcome, ServerState
+from boinc_project.states import AssimilateState, Outcome, ServerState
 from boinc_project.store import JobRow
 from validator.__main__ import Validator
 from work_generator.__main__ import Generator
@@ -40,6 +43,7 @@ from work_generator.publish import publish_job
 
 TINY_JOB = Path(__file__).parent / "data" / "tiny_job"
 APP = "gradient"
+_updates: dict[str, bytes] = {}
 
 
 @functools.cache
@@ -64,20 +68,26 @@ def publish_stub_app(tree: ProjectTree, db: Database) -> int:
 
 
 class TinyProject:
-    """The project, its database and its job."""
+    """The project, its database and its job; made in `folder` unless it is there already."""
+
+    appid = 1
+    job_id = 1
 
     def __init__(self, folder: Path, toml: str = "job.toml") -> None:
-        url = f"http://127.0.0.1:{free_port()}/tiny/"
-        options: Mapping[str, Any] = {"min_sendwork_interval": 0, "gt_dry_rpc_delay": 1}
-        self.tree = create_project(folder, master_url=url, long_name="Tiny", options=options)
-        self.db = self.tree.database()
-        store.create_own_tables(self.db)
-        self.appid = publish_stub_app(self.tree, self.db)
-        job, made = exported(toml)
-        self.job_id = publish_job(self.tree, self.db, job, made, APP, lambda text: None)
+        if (folder / "config.xml").exists():
+            self.tree = ProjectTree(folder)
+            self.db = self.tree.database()
+        else:
+            url = f"http://127.0.0.1:{free_port()}/tiny/"
+            options: Mapping[str, Any] = {"min_sendwork_interval": 0, "gt_dry_rpc_delay": 1}
+            self.tree = create_project(folder, master_url=url, long_name="Tiny", options=options)
+            self.db = self.tree.database()
+            store.create_own_tables(self.db)
+            assert publish_stub_app(self.tree, self.db) == self.appid
+            job, made = exported(toml)
+            assert publish_job(self.tree, self.db, job, made, APP, lambda text: None) == self.job_id
         self.stopper = Stopper(folder)
         self.transitioner = Transitioner(self.db, self.tree.config, upload_key=self.tree.upload_private())
-        self._updates: dict[str, bytes] = {}
 
     def __enter__(self) -> TinyProject:
         return self
@@ -109,13 +119,18 @@ class TinyProject:
         self.transitioner.run_once()
         return self.rows(database.result, server_state=int(ServerState.UNSENT))
 
-    def make_version(self) -> None:
-        """One honest round, from issuing to the next version."""
-        before = self.job.current_version
+    def validate_round(self) -> list[dict[str, Any]]:
+        """Honest copies of every slot, validated and not yet assimilated; returns the workunits."""
         for result in self.issue():
             self.answer(result)
         self.transitioner.run_once()
         self.validator().one_pass()
+        return self.rows(database.workunit, assimilate_state=int(AssimilateState.READY))
+
+    def make_version(self) -> None:
+        """One honest round, from issuing to the next version."""
+        before = self.job.current_version
+        self.validate_round()
         self.assimilator().one_pass()
         self.transitioner.run_once()
         assert self.job.current_version == before + 1
@@ -170,7 +185,7 @@ class TinyProject:
     def honest_update(self, unit: Mapping[str, Any]) -> bytes:
         """What the application gives back for a workunit, computed in this process."""
         name = str(unit["name"])
-        if name not in self._updates:
+        if name not in _updates:  # the name holds a digest of everything that decides
             microtask = self.microtask_of(name)
             files = re.findall(r"<file_name>(.*?)</file_name>\s*<open_name>(.*?)</open_name>", str(unit["xml_doc"]))
             where = {open_name: self.tree.download_path(physical) for physical, open_name in files}
@@ -180,8 +195,8 @@ class TinyProject:
             while not run.done:
                 run.step()
             metadata = {"microtask": loaded.digest, "workunit": name}
-            self._updates[name] = write_update(run.update(), loaded.types, metadata, microtask.codec)
-        return self._updates[name]
+            _updates[name] = write_update(run.update(), loaded.types, metadata, microtask.codec)
+        return _updates[name]
 
     def changed_update(self, unit: Mapping[str, Any], change: Any) -> bytes:
         """The honest update with `change` applied to its gradients or deltas."""
@@ -225,6 +240,29 @@ class TinyProject:
         }  # fmt: skip
         self.change(database.result, int(result["id"]), **values)
         self.change(database.workunit, int(result["workunitid"]), transition_time=now - 1)
+
+
+@functools.cache
+def _template(toml: str, validated: bool) -> tuple[Path, Path]:
+    """Where a project was made (paths in it are absolute), and a copy of it as it was then."""
+    base = Path(tempfile.mkdtemp(prefix="boinc-train-tiny-"))
+    atexit.register(shutil.rmtree, base, ignore_errors=True)
+    with TinyProject(base / "project", toml) as project:
+        if validated:
+            project.validate_round()
+    shutil.copytree(base / "project", base / "copy")
+    return base / "project", base / "copy"
+
+
+def tiny_project(toml: str = "job.toml", *, validated: bool = False) -> TinyProject:
+    """A fresh project; `validated`: with one round of honest copies already validated.
+
+    It is made once and then copied back, always to the same place: close the project before the next one.
+    """
+    place, copy = _template(toml, validated)
+    shutil.rmtree(place)
+    shutil.copytree(copy, place)
+    return TinyProject(place, toml)
 
 
 def volunteer_environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def write(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any] 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Put bytes in place atomically and durably: temporary file beside it, fsync, rename, fsync folder."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # two writers may share a storage
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -16,7 +16,7 @@ from boinc_project import credit, database
 from boinc_project.daemon import Options
 from boinc_project.gt_tables import gt_microtask
 from boinc_project.states import AssimilateState, FileDeleteState, Outcome, ServerState, ValidateState
-from tests.tiny_project import TinyProject
+from tests.tiny_project import TinyProject, tiny_project
 from validator import __main__ as daemon
 from validator.__main__ import Validator
 
@@ -24,8 +24,8 @@ VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, Valid
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Iterator[TinyProject]:
-    with TinyProject(tmp_path / "project") as made:
+def project() -> Iterator[TinyProject]:
+    with tiny_project() as made:
         yield made
 
 

@@ -1,0 +1,142 @@
+"""Folding contributions: the same bytes in any order of arrival, and defined outcomes for degenerate rounds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from assimilator.aggregation import Contribution, NothingToFold, fold
+from assimilator.apply import round_loss, round_to_commit
+from boinc_project.gt_tables import Disposition, MicrotaskState
+
+
+def contribution(slot: int, samples: int, **tensors: Any) -> Contribution:
+    return Contribution(slot, samples, lambda: {n.replace("_", "/", 1): np.asarray(a) for n, a in tensors.items()})
+
+
+def some_round(prefix: str) -> list[Contribution]:
+    generator = np.random.default_rng(4)
+    made = []
+    for slot in range(5):
+        values = generator.standard_normal(1000).astype(np.float32) * np.float32(10.0 ** (3 * (slot - 2)))
+        mean = generator.standard_normal(7).astype(np.float32)
+        made.append(contribution(slot, 10 + slot, **{f"{prefix}_w": values, "buffer_mean": mean,
+                                                     "buffer_n": np.array(slot, np.int64)}))  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize(("policy", "prefix"), [("sync", "gradient"), ("diloco", "delta")])
+def test_the_result_is_the_same_bit_for_bit_in_every_order_of_arrival(policy: str, prefix: str) -> None:
+    contributions = some_round(prefix)
+    first = fold(contributions, policy)
+    for order in itertools.permutations(contributions):
+        gradient, buffers, samples = fold(order, policy)
+        assert samples == first[2]
+        for found, expected in ((gradient, first[0]), (buffers, first[1])):
+            assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in expected.items()}
+
+
+def test_sync_is_the_mean_over_all_samples_of_the_round() -> None:
+    gradient, _, samples = fold(
+        [contribution(0, 2, gradient_w=np.float32([6, 0])), contribution(1, 4, gradient_w=np.float32([0, 3]))], "sync"
+    )
+    assert samples == 6
+    np.testing.assert_array_equal(gradient["w"], np.float32([1.0, 0.5]))
+    assert gradient["w"].dtype == np.float32
+
+
+def test_diloco_weighs_each_delta_by_its_samples() -> None:
+    gradient, _, _ = fold(
+        [contribution(0, 1, delta_w=np.float32([4.0])), contribution(1, 3, delta_w=np.float32([8.0]))], "diloco"
+    )
+    np.testing.assert_array_equal(gradient["w"], np.float32([7.0]))
+
+
+def test_running_statistics_are_averaged_by_samples_and_counters_take_the_largest() -> None:
+    _, buffers, _ = fold(
+        [
+            contribution(0, 1, buffer_mean=np.float32([4.0]), buffer_n=np.array(5)),
+            contribution(1, 3, buffer_mean=np.float32([8.0]), buffer_n=np.array(2)),
+        ],
+        "sync",
+    )
+    np.testing.assert_array_equal(buffers["mean"], np.float32([7.0]))
+    assert buffers["mean"].dtype == np.float32
+    assert buffers["n"] == 5 and buffers["n"].shape == ()
+
+
+def test_a_single_contribution_is_neither_zero_nor_doubled() -> None:
+    gradient, _, _ = fold([contribution(3, 4, gradient_w=np.float32([8.0]))], "sync")
+    np.testing.assert_array_equal(gradient["w"], np.float32([2.0]))
+    delta, _, _ = fold([contribution(3, 4, delta_w=np.float32([8.0]))], "diloco")
+    np.testing.assert_array_equal(delta["w"], np.float32([8.0]))
+
+
+@pytest.mark.parametrize("contributions", [[], [contribution(0, 0, gradient_w=np.float32([1.0]))]])
+def test_a_round_without_weight_folds_nothing(contributions: list[Contribution]) -> None:
+    with pytest.raises(NothingToFold):
+        fold(contributions, "sync")
+
+
+def test_large_gradients_do_not_overflow_while_they_are_summed() -> None:
+    big = np.float32([9e29])
+    gradient, _, _ = fold([contribution(slot, 1, gradient_w=big) for slot in range(1000)], "sync")
+    np.testing.assert_allclose(gradient["w"], big, rtol=1e-6)
+
+
+def test_the_arrays_of_the_contributions_are_not_changed() -> None:
+    array = np.float32([1.0, 2.0])
+    contributions = [contribution(slot, 1, gradient_w=array, buffer_m=array) for slot in range(3)]
+    fold(contributions, "sync")
+    np.testing.assert_array_equal(array, np.float32([1.0, 2.0]))
+
+
+def test_only_one_contribution_is_read_at_a_time() -> None:
+    alive: list[int] = []
+
+    def load(slot: int) -> dict[str, Any]:
+        alive.append(slot)
+        return {"gradient/w": np.zeros(3, np.float32)}
+
+    fold([Contribution(s, 1, lambda s=s: load(s)) for s in (2, 0, 1)], "sync")
+    assert alive == [0, 1, 2]
+
+
+def entry(slot: int, disposition: Disposition = Disposition.PENDING) -> dict[str, Any]:
+    return {"slot": slot, "disposition": str(disposition), "workunit_name": f"w{slot}"}
+
+
+def task(slot: int, state: MicrotaskState) -> dict[str, Any]:
+    return {"slot": slot, "state": str(state)}
+
+
+FAILED3 = [task(1, MicrotaskState.FAILED)] * 3
+
+
+@pytest.mark.parametrize(
+    ("tasks", "entries", "slots"),
+    [
+        ([], [entry(0)], None),
+        ([], [entry(1), entry(0)], [0, 1]),
+        ([], [entry(0), entry(1, Disposition.DROPPED)], None),
+        ([], [entry(0), entry(1, Disposition.DUPLICATE)], None),
+        (FAILED3[:2], [entry(0)], None),
+        (FAILED3, [entry(0)], [0]),
+        (FAILED3, [entry(0), entry(1)], [0, 1]),
+        ([*FAILED3, *[task(0, MicrotaskState.FAILED)] * 3], [], None),
+    ],
+)
+def test_a_round_is_closed_when_every_slot_has_a_gradient_or_failed_too_often(
+    tasks: list[Any], entries: list[Any], slots: list[int] | None
+) -> None:
+    found = round_to_commit(tasks, entries, 2)
+    assert (None if found is None else [row["slot"] for row in found]) == slots
+
+
+def test_the_loss_of_a_round_is_weighed_by_samples_and_leaves_out_what_is_unknown() -> None:
+    assert round_loss([{"loss": 1.0, "samples": 1}, {"loss": 3.0, "samples": 3}]) == 2.5
+    assert round_loss([{"loss": None, "samples": 1}, {"loss": 3.0, "samples": 3}]) == 3.0
+    assert round_loss([{"loss": float("nan"), "samples": 1}]) is None

@@ -1,0 +1,66 @@
+"""The server's optimizers take the steps of torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from assimilator.optimizers import AdamW, Optimizer, Sgd
+
+STEPS = 10
+SHAPES = {"a": (7, 5), "b": (), "c": (11,)}
+CASES: list[tuple[Optimizer, type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (Sgd(), torch.optim.SGD, {}),
+    (Sgd(weight_decay=0.1), torch.optim.SGD, {"weight_decay": 0.1}),
+    (Sgd(momentum=0.9), torch.optim.SGD, {"momentum": 0.9}),
+    (Sgd(momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    (Sgd(momentum=0.9, nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (
+        Sgd(momentum=0.8, nesterov=True, weight_decay=0.05),
+        torch.optim.SGD,
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05},
+    ),
+    (AdamW(), torch.optim.AdamW, {"weight_decay": 0.0}),
+    (AdamW(weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
+    (AdamW((0.8, 0.95), 1e-6, 0.01), torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), CASES, ids=lambda value: str(value)[:60])
+def test_ten_steps_with_a_changing_rate_equal_torch(
+    ours: Optimizer, theirs: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    generator = np.random.default_rng(6)
+    values = {n: generator.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+    parameters = {n: torch.nn.Parameter(torch.tensor(a)) for n, a in values.items()}
+    optimizer = theirs(parameters.values(), lr=0.1, **options)
+    state: dict[str, Any] = {}
+    for number in range(1, STEPS + 1):
+        rate = 0.1 / number
+        gradient = {n: generator.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+        gradient["c"][:3] = 0  # a row that an embedding did not see
+        optimizer.param_groups[0]["lr"] = rate
+        for name, parameter in parameters.items():
+            parameter.grad = torch.tensor(gradient[name])
+        optimizer.step()
+        values, state = ours.step(values, gradient, state, number, rate)
+        for name, parameter in parameters.items():
+            assert values[name].dtype == np.float32 and values[name].shape == SHAPES[name]
+            np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("ours", [case[0] for case in CASES], ids=str)
+def test_a_step_changes_neither_its_parameters_nor_its_state_and_keeps_float32(ours: Optimizer) -> None:
+    parameters = {"w": np.ones(3, np.float32)}
+    gradient = {"w": np.full(3, 0.5, np.float32)}
+    _, state = ours.step(parameters, gradient, {}, 1, 0.1)
+    kept = {name: array.copy() for name, array in state.items()}
+    ours.step(parameters, gradient, state, 2, 0.1)
+    np.testing.assert_array_equal(parameters["w"], 1)
+    np.testing.assert_array_equal(gradient["w"], np.float32(0.5))
+    for name, array in state.items():
+        np.testing.assert_array_equal(array, kept[name])
+        assert array.dtype == np.float32
