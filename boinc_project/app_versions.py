@@ -95,9 +95,7 @@ def update_versions(tree: ProjectTree, db: Database, *, now: int | None = None) 
 
 def find_versions(apps_dir: Path) -> list[AppVersionFolder]:
     """Read every version folder under `apps_dir`, in a stable order. Raises AppVersionError."""
-    leaves = sorted(
-        path for path in apps_dir.glob("*/*/*") if path.is_dir() and _VERSION.fullmatch(path.parent.name)
-    )
+    leaves = sorted(path for path in apps_dir.glob("*/*/*") if path.is_dir() and _VERSION.fullmatch(path.parent.name))
     return [read_version(leaf) for leaf in leaves]
 
 
@@ -110,13 +108,9 @@ def read_version(folder: Path) -> AppVersionFolder:
     files = tuple(_read_file(folder, element) for element in root.iterfind("file"))
     mains = [file for file in files if file.main_program]
     if len(mains) != 1:
-        raise AppVersionError(
-            f"{folder}/version.xml: exactly one file must have <main_program/>, found {len(mains)}"
-        )
+        raise AppVersionError(f"{folder}/version.xml: exactly one file must have <main_program/>, found {len(mains)}")
     if mains[0].physical_name.lower().endswith((".jpg", ".jpeg", ".png")):
-        raise AppVersionError(
-            f"{folder}: the main program must not be named like a picture; clients refuse it"
-        )
+        raise AppVersionError(f"{folder}: the main program must not be named like a picture; clients refuse it")
     platform, _, plan_class = folder.name.partition("__")
     return AppVersionFolder(
         folder=folder,
@@ -168,8 +162,7 @@ def _api_version(root: etree._Element, main_program: Path, folder: Path) -> str:
         declared = found[1].decode() if found else ""
     if not _API_VERSION_TEXT.fullmatch(declared):
         raise AppVersionError(
-            f"{folder}/version.xml needs <api_version>, such as 7.20.5: "
-            "without it clients use an old protocol"
+            f"{folder}/version.xml needs <api_version>, such as 7.20.5: without it clients use an old protocol"
         )
     return declared
 
@@ -216,9 +209,7 @@ def _publish(tree: ProjectTree, folder: AppVersionFolder, key: PrivateKey) -> st
     header += "".join(f"    <{flag}/>\n" for flag in folder.flags)
     document = "".join(infos) + header + "".join(references) + "</app_version>\n"
     if len(document.encode()) > database.APP_VERSION_XML_LIMIT:
-        raise AppVersionError(
-            f"{folder.folder}: too many files; its XML exceeds {database.APP_VERSION_XML_LIMIT}"
-        )
+        raise AppVersionError(f"{folder.folder}: too many files; its XML exceeds {database.APP_VERSION_XML_LIMIT}")
     return document
 
 
@@ -237,14 +228,10 @@ def _insert(connection: Connection, folder: AppVersionFolder, document: str, now
     app, platform = database.app, database.platform
     appid = connection.scalar(sa.select(app.c.id).where(app.c.name == folder.app_name))
     if appid is None:
-        raise AppVersionError(
-            f"{folder.folder}: the project has no app named {folder.app_name}; add it first"
-        )
+        raise AppVersionError(f"{folder.folder}: the project has no app named {folder.app_name}; add it first")
     platformid = connection.scalar(sa.select(platform.c.id).where(platform.c.name == folder.platform))
     if platformid is None:
-        row = database.new_row(
-            platform, name=folder.platform, user_friendly_name=folder.platform, create_time=now
-        )
+        row = database.new_row(platform, name=folder.platform, user_friendly_name=folder.platform, create_time=now)
         platformid = _inserted_id(connection.execute(platform.insert(), row))
     values = {
         "appid": appid,

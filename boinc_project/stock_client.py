@@ -121,9 +121,7 @@ class StockClient:
                 return
             time.sleep(0.2)
         self.kill()
-        raise StockClientError(
-            f"the BOINC client did not answer within {START_TIMEOUT_S:.0f} s; see {self.log_path}"
-        )
+        raise StockClientError(f"the BOINC client did not answer within {START_TIMEOUT_S:.0f} s; see {self.log_path}")
 
     def quit(self, timeout: float = QUIT_TIMEOUT_S) -> None:
         """Ask the client to quit, its tasks too; kill it if it does not."""

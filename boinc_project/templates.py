@@ -221,9 +221,7 @@ def new_workunit(
 def check_workunit_name(name: str) -> None:
     """Refuse a workunit name that BOINC or an XML document would mistreat; TemplateError says why."""
     if not name or len(name) > WORKUNIT_NAME_LIMIT:
-        raise TemplateError(
-            f"a workunit name needs 1 to {WORKUNIT_NAME_LIMIT} characters, this has {len(name)}"
-        )
+        raise TemplateError(f"a workunit name needs 1 to {WORKUNIT_NAME_LIMIT} characters, this has {len(name)}")
     if not _SAFE_WORKUNIT_NAME.fullmatch(name) or ".." in name:
         raise TemplateError(f"workunit name {name!r}: use letters, digits and . _ + = @ ~ - only")
     for word in _RESERVED_WORDS:
@@ -255,16 +253,12 @@ def _choose_files(
     chosen = []
     for constant in constants:
         if constant and lookup is None:
-            raise TemplateError(
-                f"the input template names the constant file {constant}, which is not known here"
-            )
+            raise TemplateError(f"the input template names the constant file {constant}, which is not known here")
         chosen.append(lookup(constant.strip()) if constant and lookup else next(given))
     return chosen
 
 
-_FILE_INFO_OWN = frozenset(
-    {"number", "physical_name", "gzip", "url", "md5_cksum", "nbytes", "gzipped_nbytes"}
-)
+_FILE_INFO_OWN = frozenset({"number", "physical_name", "gzip", "url", "md5_cksum", "nbytes", "gzipped_nbytes"})
 _FILE_REF_OWN = frozenset({"open_name", "file_number", "copy_file"})
 
 
@@ -300,12 +294,9 @@ def _workunit_xml(
         copy_file = reference.find("copy_file") is not None
         open_name = (reference.findtext("open_name") or "").strip() or (file.name if copy_file else "")
         if not open_name or ".." in open_name or "%" in open_name:
-            raise TemplateError(
-                f"file {file.name}: <open_name> {open_name!r} is empty or contains '..' or '%'"
-            )
+            raise TemplateError(f"file {file.name}: <open_name> {open_name!r} is empty or contains '..' or '%'")
         lines.append(
-            f"<file_ref>\n    <file_name>{file.name}</file_name>\n"
-            f"    <open_name>{escape(open_name)}</open_name>\n"
+            f"<file_ref>\n    <file_name>{file.name}</file_name>\n    <open_name>{escape(open_name)}</open_name>\n"
         )
         if copy_file:
             lines.append("    <copy_file/>\n")
@@ -361,9 +352,7 @@ def check_output_template(text: str) -> None:
             raise TemplateError(f"the output template lacks {literal.strip()} on a line of its own")
     for block in _FILE_INFO.findall(text):
         if not re.search(r"<max_nbytes>\s*[\d.eE+]+\s*</max_nbytes>", block):
-            raise TemplateError(
-                "a <file_info> of the output template lacks <max_nbytes>: any output is too big"
-            )
+            raise TemplateError("a <file_info> of the output template lacks <max_nbytes>: any output is too big")
 
 
 def result_document(
@@ -391,9 +380,7 @@ def _certified(block: str, key: signing.PrivateKey) -> str:
     if not name or not max_nbytes:
         raise TemplateError("a <file_info> of the output template lacks <name> or <max_nbytes>")
     certificate = signing.upload_certificate_text(name[1].strip(), float(max_nbytes[1]))
-    return block.replace(
-        "</file_info>", f"<xml_signature>\n{key.sign(certificate)}</xml_signature>\n</file_info>"
-    )
+    return block.replace("</file_info>", f"<xml_signature>\n{key.sign(certificate)}</xml_signature>\n</file_info>")
 
 
 @dataclass(frozen=True)

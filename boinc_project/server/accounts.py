@@ -49,9 +49,7 @@ def password_hash(password: str, email: str) -> str:
     return hashlib.md5((password + email.lower()).encode()).hexdigest()
 
 
-def create_account(
-    connection: Connection, *, email: str, passwd_hash: str, name: str, now: int
-) -> dict[str, Any]:
+def create_account(connection: Connection, *, email: str, passwd_hash: str, name: str, now: int) -> dict[str, Any]:
     """Insert a user and return the row; an existing account with the right hash is returned as it is.
 
     Raises AccountError.
@@ -176,6 +174,4 @@ def info_xml(user: Mapping[str, Any]) -> str:
         "venue": user["venue"],
     }
     lines = [f"    <{name}>{value}</{name}>" for name, value in fields.items()]
-    return "\n".join(
-        [f"{_DECLARATION}<am_get_info_reply>", "    <success/>", *lines, "</am_get_info_reply>\n"]
-    )
+    return "\n".join([f"{_DECLARATION}<am_get_info_reply>", "    <success/>", *lines, "</am_get_info_reply>\n"])

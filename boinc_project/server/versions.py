@@ -182,9 +182,7 @@ def _usable(row: Row, plan: PlanClass, request: SchedulerRequest, speed: Row | N
     return UsableVersion(row=row, resource="CPU", avg_ncpus=threads, gpus=0.0, flops=flops)
 
 
-def _usable_on_gpu(
-    row: Row, plan: PlanClass, request: SchedulerRequest, speed: Row | None
-) -> UsableVersion | None:
+def _usable_on_gpu(row: Row, plan: PlanClass, request: SchedulerRequest, speed: Row | None) -> UsableVersion | None:
     coproc = next((each for each in request.coprocs if each.type == plan.gpu_type), None)
     if coproc is None or coproc.count < 1 or not _has_what_it_needs(coproc, plan):
         return None

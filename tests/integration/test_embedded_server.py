@@ -91,9 +91,7 @@ def test_two_volunteers_complete_a_quorum_with_the_downloaded_signed_app(
     assert path.stat().st_mode & 0o222 == 0, "a complete upload is read-only"
 
 
-def test_error_frees_the_workunit_for_the_same_host(
-    server: EmbeddedServer, appid: int, tmp_path: Path
-) -> None:
+def test_error_frees_the_workunit_for_the_same_host(server: EmbeddedServer, appid: int, tmp_path: Path) -> None:
     add_workunits(server.tree, server.db, appid, 1)
     wait_for_results(server, 1)
     host = volunteer(server, tmp_path, "one", compute=upper_case, behaviour=Behaviour(exit_status=7))
@@ -222,9 +220,7 @@ def _post(server: EmbeddedServer, body: bytes) -> str:
 # Accounts.
 
 
-def test_account_is_created_found_and_protected(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_account_is_created_found_and_protected(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("boinc_project.server.http_rim.BAD_PASSWORD_DELAY_S", 0.01)
     url = server.config.master_url
     key = create_account(url, "a@example.org", "secret", "alice")
@@ -377,9 +373,7 @@ def test_full_part_left_by_a_crash_is_finished_by_the_size_query(
     assert not part.exists()
 
 
-def test_complete_file_is_never_overwritten(
-    server: EmbeddedServer, output: tuple[ScriptedVolunteer, FileInfo]
-) -> None:
+def test_complete_file_is_never_overwritten(server: EmbeddedServer, output: tuple[ScriptedVolunteer, FileInfo]) -> None:
     host, file = output
     host.upload(file, CONTENT)
     assert host.upload_request(file, b"something else")[0] == 0
@@ -533,9 +527,7 @@ def test_taken_port_is_one_clear_sentence(tmp_path: Path, capsys: pytest.Capture
     assert error.startswith("error: cannot listen on 127.0.0.1 port") and error.count("\n") == 1
 
 
-def test_folder_without_a_project_is_one_clear_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_without_a_project_is_one_clear_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "config.xml" in capsys.readouterr().err
 

@@ -246,9 +246,7 @@ def test_signature_of_a_real_server_verifies() -> None:
     assert not key.verify_digest("0" * 32, signature)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1024", "512\nab\n.\n", "1024\nxyz\n.\n", "2048\n" + "0" * 512 + "\n.\n"]
-)
+@pytest.mark.parametrize("text", ["", "1024", "512\nab\n.\n", "1024\nxyz\n.\n", "2048\n" + "0" * 512 + "\n.\n"])
 def test_wrong_key_files_are_refused(text: str) -> None:
     with pytest.raises(KeyFormatError):
         PublicKey.parse(text)
@@ -293,9 +291,7 @@ WRONG_INPUT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("template", "arguments", "message"), WRONG_INPUT)
-def test_wrong_input_templates_are_one_sentence(
-    template: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_wrong_input_templates_are_one_sentence(template: str, arguments: dict[str, Any], message: str) -> None:
     files = arguments.pop("files", [])
     with pytest.raises(TemplateError, match=message):
         templates.workunit_document(template, files, **arguments)
@@ -305,9 +301,7 @@ def test_names_and_paths_that_boinc_would_cut_are_refused() -> None:
     document = templates.workunit_document("<workunit/>", [])
 
     def make(name: str = "w", path: str = "templates/o", **columns: Any) -> dict[str, Any]:
-        return templates.new_workunit(
-            document, name=name, appid=1, result_template_file=path, now=1, **columns
-        )
+        return templates.new_workunit(document, name=name, appid=1, result_template_file=path, now=1, **columns)
 
     make(path="t" * 63)
     for arguments in (
@@ -384,9 +378,7 @@ WRONG_VERSION = [
 
 
 @pytest.mark.parametrize(("xml", "message"), WRONG_VERSION)
-def test_wrong_app_version_is_one_sentence_naming_the_folder(
-    tree: ProjectTree, xml: str, message: str
-) -> None:
+def test_wrong_app_version_is_one_sentence_naming_the_folder(tree: ProjectTree, xml: str, message: str) -> None:
     leaf = tree.project_dir / "apps" / "a" / "1.0" / "x86_64-pc-linux-gnu__cuda_12"
     leaf.mkdir(parents=True)
     (leaf / "a_1").write_text("#!/bin/sh\n")
@@ -428,9 +420,7 @@ def account(db: Database, **changes: str) -> dict[str, Any]:
         ({"passwd_hash": "1" * 32}, accounts.NOT_UNIQUE),
     ],
 )
-def test_wrong_accounts_are_refused_with_boincs_number(
-    tree: ProjectTree, changes: dict[str, str], number: int
-) -> None:
+def test_wrong_accounts_are_refused_with_boincs_number(tree: ProjectTree, changes: dict[str, str], number: int) -> None:
     with tree.database() as db:
         account(db)
         with pytest.raises(accounts.AccountError) as error:
@@ -466,9 +456,7 @@ def test_file_deleter_removes_what_is_ready_and_keeps_the_rest(tree: ProjectTree
         with db.transaction() as connection:
             connection.execute(wu.update().where(wu.c.name == "w_0").values(file_delete_state=1))
             kept = sa.func.replace(sa.cast(wu.c.xml_doc, sa.Text), "<name>", "<no_delete/><name>")
-            connection.execute(
-                wu.update().where(wu.c.name == "w_1").values(file_delete_state=1, xml_doc=kept)
-            )
+            connection.execute(wu.update().where(wu.c.name == "w_1").values(file_delete_state=1, xml_doc=kept))
             row = new_row(result, name="w_0_0", xml_doc_in=xml, file_delete_state=1)
             connection.execute(result.insert(), row)
         deleter = FileDeleter(tree, db, store)

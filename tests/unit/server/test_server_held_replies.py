@@ -236,6 +236,7 @@ class Project:
 
     def make_work(self, prefix: str) -> None:
         add_workunits(self.server.tree, self.db, self.appid, 1, prefix=prefix)
+        self.now = max(self.now, time.time())  # the workunit is due from the real time on
         self.transitioner.run_once()
 
     def body(self, *, hostid: int = 1, report: str = "") -> bytes:

@@ -31,9 +31,7 @@ CONFIG = replace(
 )
 USER = {
     "id": 1,
-    **new_row(
-        database.user, name="alice", email_addr="a@example.org", authenticator="k" * 32, passwd_hash="p"
-    ),
+    **new_row(database.user, name="alice", email_addr="a@example.org", authenticator="k" * 32, passwd_hash="p"),
 }
 HOST = {"id": 3, **new_row(database.host, userid=1, rpc_seqno=4, rpc_time=NOW - 100, domain_name="pc")}
 APP = {"id": 1, **new_row(database.app, name="gradient", user_friendly_name="Gradient")}
@@ -364,9 +362,7 @@ def test_daily_quota_stops_a_host_that_only_fails() -> None:
     assert len(sent(failing)) == 1
     assert failing.changes.speeds == {1: {"n_jobs_today": 1}}
     over = speed(max_jobs_per_day=1, n_jobs_today=1)
-    assert any(
-        "quota" in text for text in texts(run(WORK, config, host=host, candidates=candidates, speeds=over))
-    )
+    assert any("quota" in text for text in texts(run(WORK, config, host=host, candidates=candidates, speeds=over)))
     yesterday = {**HOST, "rpc_time": NOW - 86400}
     assert len(sent(run(WORK, config, host=yesterday, candidates=candidates, speeds=over))) == 1
     fresh = run(WORK, config, host=host, candidates=candidates)
@@ -437,9 +433,7 @@ def test_gpu_work_goes_to_gpu_requests_only() -> None:
     (assignment,) = decision.changes.sent
     assert (assignment.version.id, assignment.version.resource) == (2, "ATI")
     both = replace(request, cpu_req_secs=0.5, work_req_seconds=1)
-    used = [
-        each.version.id for each in run(both, versions=table, candidates=[joined(1), joined(2)]).changes.sent
-    ]
+    used = [each.version.id for each in run(both, versions=table, candidates=[joined(1), joined(2)]).changes.sent]
     assert used == [2, 1]
     blind = replace(request, coprocs=(replace(radeon, has_opencl=False),))
     assert not sent(run(blind, versions=table, candidates=[joined(1)]))
@@ -458,8 +452,7 @@ def test_documents_get_what_only_the_scheduler_knows() -> None:
     assert "<workunit>\n    <rsc_fpops_est>10000000000.000000</rsc_fpops_est>\n" in reply.workunits[0]
     assert "    <name>w_1</name>\n    <app_name>gradient</app_name>\n" in reply.workunits[0]
     assert reply.results[0].startswith(
-        f"<result>\n<report_deadline>{NOW + 3600}</report_deadline>\n"
-        "<wu_name>w_1</wu_name>\n<name>w_1_0</name>\n"
+        f"<result>\n<report_deadline>{NOW + 3600}</report_deadline>\n<wu_name>w_1</wu_name>\n<name>w_1_0</name>\n"
     )
     assert reply.results[0].endswith(
         f"    <platform>{LINUX}</platform>\n    <version_num>100</version_num>\n"

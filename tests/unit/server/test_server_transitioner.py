@@ -265,9 +265,7 @@ def test_results_are_made_named_certified_and_only_once(tmp_path: Path) -> None:
         assert len({row["random"] for row in made}) == len(made)
 
 
-def test_missing_output_template_stops_only_its_own_workunit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_output_template_stops_only_its_own_workunit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tree = make_project(tmp_path / "project")
     with tree.database() as db:
         appid = publish_app(tree, db)

@@ -124,9 +124,7 @@ def test_plan_class_spec_adds_limits(tmp_path: Path) -> None:
         "<plan_classes><plan_class><name>opencl_ati_big</name><gpu_type>amd</gpu_type><opencl/>"
         "<min_gpu_ram_mb>2048</min_gpu_ram_mb><cpu_frac>0.5</cpu_frac></plan_class></plan_classes>"
     )
-    table = VersionTable(
-        versions=[version(1, plan_class="opencl_ati_big")], plan_classes=read_plan_classes(path)
-    )
+    table = VersionTable(versions=[version(1, plan_class="opencl_ati_big")], plan_classes=read_plan_classes(path))
     assert ids(table) == []
     (radeon,) = REQUEST.coprocs
     request = replace(REQUEST, coprocs=(replace(radeon, memory_bytes=4 << 30),))
