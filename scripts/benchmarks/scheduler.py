@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import psutil
 import sqlalchemy as sa
 
 from boinc_project import database, templates
@@ -46,18 +47,20 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     with scratch("scheduler") as folder:
         print(f"one durable 4 KB write takes {1000 * commit_latency(folder):.2f} ms here (median)")
         tree = make_project(folder / "project", min_sendwork_interval=1)
-        with tree.database() as db, serving(tree):
+        with tree.database() as db, serving(tree) as server:
             appid = publish_app(tree, db)
             hosts = _attach_hosts(tree, db, appid, count)
             print(
                 f"{count} hosts of {USERS} users, each with a task; real requests of the stock client, 7 kB each;"
                 f" {options.connections} connections at once, a new one for every request, from another process"
             )
-            nowork = _repeat(tree, hosts, options, NOWORK_REQUEST, 1, r"no tasks available.*</scheduler_reply>")
+            nowork = _repeat(server, tree, hosts, options, NOWORK_REQUEST, 1, r"no tasks available.*</scheduler_reply>")
             print(f"replies without work: {shown(nowork, 'per second')}", flush=True)
             _add_workunits(tree, db, appid, count // 2 + USERS, "new")
             _wait_for_results(db, count + 2 * USERS)
-            work = _repeat(tree, hosts, options, WORK_REQUEST, 2, r"<result>\n<report_deadline>.*</scheduler_reply>")
+            work = _repeat(
+                server, tree, hosts, options, WORK_REQUEST, 2, r"<result>\n<report_deadline>.*</scheduler_reply>"
+            )
             print(f"replies with one task each: {shown(work, 'per second')}")
     return {
         "work_replies_per_s": statistics.median(work),
@@ -66,10 +69,16 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _repeat(
-    tree: ProjectTree, hosts: Sequence[Asking], options: argparse.Namespace, template: str, seqno: int, expected: str
+    server: psutil.Process,
+    tree: ProjectTree,
+    hosts: Sequence[Asking],
+    options: argparse.Namespace,
+    template: str,
+    seqno: int,
+    expected: str,
 ) -> list[float]:
     """Replies per second of each repeat; every repeat has hosts of its own."""
-    rates = []
+    rates, replies, before = [], 0, server.cpu_times()
     for repeat in range(options.repeats):
         mine = hosts[repeat * options.requests : (repeat + 1) * options.requests]
         load = Load(
@@ -81,7 +90,12 @@ def _repeat(
             seconds=options.seconds,
             expected=expected,
         )
-        rates.append(generate(load).per_second)
+        outcome = generate(load)
+        rates.append(outcome.per_second)
+        replies += outcome.replies
+    after = server.cpu_times()
+    cpu = after.user + after.system - before.user - before.system
+    print(f"the server's processor time: {1000 * cpu / replies:.2f} ms a reply")
     return rates
 
 
