@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 import pytest
 
-from apps.gradient.__main__ import BACKENDS
+from apps.gradient import __main__ as application
 from assimilator.__main__ import main as assimilator
 from boinc_project.cli.main import main as boinc_train
 from boinc_project.job_config import SECTIONS
@@ -154,7 +154,6 @@ def test_the_programs_of_the_docs_are_those_that_are_installed() -> None:
     scripts = re.search(r"\[project\.scripts\]\n((?:.+\n)+)", text_of(ROOT / "pyproject.toml"))
     assert scripts is not None
     assert {line.split(" = ")[0] for line in scripts[1].splitlines()} == {"boinc-train", *DAEMONS}
-    assert "numpy" in BACKENDS
 
 
 # --- files, links, keys -----------------------------------------------------------------------------------------------
@@ -212,6 +211,12 @@ def test_every_key_of_job_toml_is_described(section: str) -> None:
     if section == "inner_optimizer":  # its own keys only; the others are those of [optimizer]
         keys -= {field.name for field in dataclasses.fields(SECTIONS["optimizer"])}
     assert set(re.findall(r"^\| `(\w+)` ", body, re.MULTILINE)) == keys
+
+
+def test_every_exit_code_of_the_application_is_explained_to_volunteers() -> None:
+    codes = {value for name, value in vars(application).items() if name.startswith("EXIT_")}
+    explained = set(re.findall(r"^\| (\d+) \|", text_of(ROOT / "docs" / "volunteer.md"), re.MULTILINE))
+    assert {str(code) for code in codes} <= explained
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

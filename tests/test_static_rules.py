@@ -155,7 +155,7 @@ def unsafe(path: Path, tree: ast.Module) -> Iterator[str]:
             if (keyword.arg == "allow_pickle" and value is not False) or (
                 keyword.arg == "shell" and value is not False
             ):
-                yield f"{place(path, node)} {keyword.arg}={value}"
+                yield f"{place(path, node)} {keyword.arg}={value!r}"
 
 
 def test_no_code_comes_out_of_data() -> None:
