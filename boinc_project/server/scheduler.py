@@ -158,6 +158,7 @@ class Snapshot:
     #: Unsent results with their workunit's columns prefixed `wu_`, in the order in which to offer them; those
     #: of which the user or host has a not-failed sibling are left out by the query.
     candidates: Sequence[Row] = ()
+    more_candidates: bool = False  # whether there may be further ones
     speeds: Mapping[int, Row] = field(default_factory=dict)  # host_app_version rows by app_version_id
     code_sign_key: str = ""
 
@@ -241,6 +242,16 @@ def wait_before_work(request: SchedulerRequest, host: Row, now: int, config: Pro
         return 0.0
     wait = host["rpc_time"] + config.min_sendwork_interval - now
     return float(wait) if request.wants_work and host["rpc_time"] and wait > 0 else 0.0
+
+
+def room(request: SchedulerRequest, on_host: int, config: ProjectConfig) -> float:
+    """At most so many tasks may a host get that already has some, of whatever kind of processor."""
+    cpus = max(1, min(request.host.p_ncpus, config.max_ncpus))
+    gpus = sum(coproc.count for coproc in request.coprocs)
+    limits = [_room(config.max_wus_in_progress, cpus, 0)]
+    if gpus:
+        limits.append(_room(config.max_wus_in_progress_gpu, gpus, 0))
+    return max(0.0, sum(limits) - on_host)
 
 
 def may_be_held(request: SchedulerRequest, decision: Decision) -> bool:

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -37,7 +37,7 @@ from boinc_project.states import Outcome, ServerState
 log = logging.getLogger(__name__)
 
 #: Unsent results looked at for one request; a request is given far fewer.
-MAX_CANDIDATES, MIN_CANDIDATES = 60, 8
+MAX_CANDIDATES, MIN_CANDIDATES = 60, 4
 
 #: Seconds that a short job takes, to guess how many a request can be given.
 TYPICAL_JOB_S = 10.0
@@ -235,7 +235,7 @@ class SchedulerService:
         now = int(self.clock())
         host = identity.host or self._find_or_make_host(connection, request, identity.user, now)
         snapshot = self._snapshot(connection, request, identity.user, host, now, new_to_client=identity.host is None)
-        decision = scheduler.decide(request, snapshot, self.config)
+        decision = self._decided(connection, request, snapshot)
         reply = self._carried_out(connection, decision, snapshot)
         may_be_held = scheduler.may_be_held(request, decision)
         return Answer(format_reply(reply), Held(request, reply) if may_be_held else None)
@@ -249,11 +249,19 @@ class SchedulerService:
         snapshot = self._snapshot(
             connection, request, identity.user, identity.host, int(self.clock()), new_to_client=False
         )
-        decision = scheduler.decide(request, snapshot, self.config)
+        decision = self._decided(connection, request, snapshot)
         if not decision.changes.sent:
             return Answer(format_reply(held.reply), held)
         reply = self._carried_out(connection, decision, snapshot)
         return Answer(format_reply(scheduler.joined(held.reply, reply)))
+
+    def _decided(self, connection: Connection, request: SchedulerRequest, snapshot: Snapshot) -> Decision:
+        """The decision; where none of the first candidates suits the host, more of them are looked at."""
+        decision = scheduler.decide(request, snapshot, self.config)
+        if not decision.searched or decision.changes.sent or not snapshot.more_candidates:
+            return decision
+        candidates, _ = self._look(connection, snapshot.user["id"], snapshot.host["id"], MAX_CANDIDATES)
+        return scheduler.decide(request, replace(snapshot, candidates=candidates), self.config)
 
     def _carried_out(self, connection: Connection, decision: Decision, snapshot: Snapshot) -> SchedulerReply:
         """Write what was decided; returns the complete reply."""
@@ -344,8 +352,12 @@ class SchedulerService:
         known = {row["name"] for row in on_host}
         may_send = request.wants_work and not scheduler.wait_before_work(request, host, now, self.config)
         candidates: list[dict[str, Any]] = []
+        more = False
         if may_send:
-            candidates = self._candidates.rows(connection, limit=_most_jobs(request), **self._owner(user["id"], hostid))
+            left = known.difference(result.name for result in request.results)
+            candidates, more = self._look(
+                connection, user["id"], hostid, _most_jobs(request, scheduler.room(request, len(left), self.config))
+            )
         speeds: list[dict[str, Any]] = []
         if candidates or request.results or on_host:
             speeds = _SPEEDS.rows(connection, hostid=hostid)
@@ -360,10 +372,16 @@ class SchedulerService:
             reported=_by_name(connection, (result.name for result in request.results)),
             on_host=on_host,
             other=_by_name(connection, request.other_results - known),
-            candidates=[row for row in candidates if row["appid"] in static.apps],
+            candidates=candidates,
+            more_candidates=more,
             speeds={row["app_version_id"]: row for row in speeds},
             code_sign_key=self.code_sign_key,
         )
+
+    def _look(self, connection: Connection, userid: int, hostid: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """The first unsent results that this host may get, and whether there may be more than these."""
+        rows = self._candidates.rows(connection, limit=limit, **self._owner(userid, hostid))
+        return [row for row in rows if row["appid"] in self._static.apps], len(rows) == limit
 
     def _owner(self, userid: int, hostid: int) -> dict[str, int]:
         """The parameters of the candidates' query, which has only those that the project's rules need."""
@@ -444,11 +462,11 @@ class _StaticTables:
         return self
 
 
-def _most_jobs(request: SchedulerRequest) -> int:
-    """How many candidates to look at: for a request that wants little, few are enough."""
+def _most_jobs(request: SchedulerRequest, room: float) -> int:
+    """How many candidates to look at first: where little is wanted, or little may be given, few are enough."""
     seconds = request.cpu_req_secs + sum(coproc.request_seconds for coproc in request.coprocs)
     instances = request.cpu_req_instances + sum(coproc.request_instances for coproc in request.coprocs)
-    return min(MAX_CANDIDATES, MIN_CANDIDATES + int(instances + seconds / TYPICAL_JOB_S))
+    return int(min(MAX_CANDIDATES, MIN_CANDIDATES + min(instances + seconds / TYPICAL_JOB_S, room)))
 
 
 @functools.cache
