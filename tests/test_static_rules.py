@@ -48,7 +48,7 @@ UNSAFE_CALLS = {
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".cfg", ".cl", ".h", ".xml", ".json", ".yml", ".yaml", ""}
 # Home directories and temporary places of one machine; index addresses belong to each user's own configuration.
-MACHINE_PATH = re.compile(r"(?<![\w.$}{*])/(?:home|root|Users|work|mnt|srv)/[a-z0-9_.-]{2,}")
+MACHINE_PATH = re.compile(r"(?<![\w.$}{*])/(?:home|root|Users|work)/[a-z0-9_.-]{2,}")
 REGISTRY_HOST = re.compile(
     r"(?:pypi\.org|pythonhosted\.org|anaconda\.(?:org|com)|registry\.npmjs|deb\.debian\.org|--index-url|--extra-index-url)"
 )
