@@ -249,10 +249,7 @@ _Fields = Mapping[str, str | None]
 
 
 def _fields(element: etree._Element) -> _Fields:
-    found: dict[str, str | None] = {}
-    for child in element:
-        found.setdefault(str(child.tag), child.text)
-    return found
+    return {str(child.tag): child.text for child in element.iterchildren(reversed=True)}
 
 
 def _text(fields: _Fields, name: str, limit: int = _TEXT_LIMIT) -> str:
@@ -265,8 +262,10 @@ def _number(fields: _Fields, name: str, default: float = 0.0, low: float = 0.0, 
 
 def clamped(text: str | None, default: float = 0.0, low: float = 0.0, high: float = 1e18) -> float:
     """A client's number: `default` if absent, unreadable or NaN, else forced into [low, high]."""
+    if not text:
+        return default
     try:
-        value = float(text or "")
+        value = float(text)
     except ValueError:
         return default
     return default if math.isnan(value) else min(max(value, low), high)

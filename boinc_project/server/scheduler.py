@@ -49,6 +49,9 @@ BAD_KEY_DELAY_S = 3600.0
 #: Smallest request_delay (seconds); the client polls its queue every 5 s anyway.
 MIN_REQUEST_DELAY_S = 1.0
 
+#: What a volunteer reads when there is nothing to send.
+NO_TASKS = "Project has no tasks available"
+
 #: Results of a workunit with one of these outcomes are failed: they free its user and host for another.
 FAILED_OUTCOMES = (
     Outcome.COULDNT_SEND,
@@ -430,8 +433,12 @@ class _Decider:
         if self.snapshot.host["max_results_day"] == -1:
             self._say("This computer is not allowed to get work from this project.")
             return []
-        sender = _Sender(self)
         lost = self._lost()
+        if not lost and not self.snapshot.candidates:
+            self.searched = True
+            self._say(NO_TASKS)
+            return []
+        sender = _Sender(self)
         if lost:
             sender.resend(lost)
         # After a resend nothing new is sent: the client first has to start what it lost.
@@ -735,7 +742,7 @@ class _Sender:
 
     def _explain(self) -> None:
         if not self.snapshot.candidates:
-            self.decider._say("Project has no tasks available")
+            self.decider._say(NO_TASKS)
             return
         self.decider._say("No tasks sent")
         for reason in self.reasons:
