@@ -102,7 +102,10 @@ def compute(
             new_state[name] = buffers.get(name[len("buffer/") :], array)
     for name, array in [*new_state.items(), *new_optimizer.items()]:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise VersionNotFinite(f"{name} of version {version + 1} would not be finite")
+            raise VersionNotFinite(
+                f"{name} of version {version + 1} would not be finite; version {version} stays current. Take its"
+                " weights (boinc-train weights) and start a new job from them ([model] pretrained) at a lower rate"
+            )
     return NewVersion({name: new_state[name] for name in sorted(new_state)}, new_optimizer, samples)
 
 
@@ -155,7 +158,25 @@ class Applier:
             self._hold(job, str(error))
             return False
         self._publish(job, version + 1, made, chosen)
+        self._forget(job, version + 1)
         return True
+
+    def _forget(self, job: JobRow, newest: int) -> None:
+        """Delete weights and gradients of versions beyond `keep_versions`; the ledger's rows stay."""
+        keep = job.config.supply.keep_versions
+        gone = newest - keep
+        if not keep or gone < 0:
+            return
+        with self._database.read() as connection:
+            row = store.version_row(connection, job.id, gone)
+            entries = store.ledger_of_version(connection, job.id, gone)
+        if row is not None:
+            job.folder.state_path(gone, str(row["state_sha256"])).unlink(missing_ok=True)
+            if row["optimizer_sha256"]:
+                job.folder.optimizer_path(gone, str(row["optimizer_sha256"])).unlink(missing_ok=True)
+        # These made version gone + 1, which is kept as it is.
+        for entry in entries:
+            (job.folder.path / str(entry["payload_file"])).unlink(missing_ok=True)
 
     def _commit(self, job: JobRow, version: int) -> list[Member] | None:
         with self._database.read() as connection:

@@ -1,4 +1,4 @@
-"""Replays a job's ledger: from version 0 and the payloads that are kept to the digest of every version.
+"""Replays a job's ledger: from the oldest version and the payloads that are kept.
 
 What it is: the proof that the model is what the volunteers' validated gradients make of it, and nothing else.
 What it is not: it writes nothing, and it cannot tell whether a gradient was right (the validator did).
@@ -17,18 +17,20 @@ from boinc_project.job_folder import sha256, state_bytes
 from boinc_project.store import JobRow
 
 
-def replay(database: Database, job: JobRow) -> list[str]:
-    """SHA-256 of the state of each version from 0 to the current one, computed anew in memory.
+def replay(database: Database, job: JobRow) -> dict[int, str]:
+    """Version -> SHA-256 of its state, from the oldest version that is kept to the current one, computed in memory.
 
-    Raises ContractError if version 0 or a payload is not the recorded one, FileNotFoundError if one is gone.
+    Raises ContractError if a kept file is not the recorded one, FileNotFoundError if a payload is gone.
     """
     with database.read() as connection:
-        first = store.version_row(connection, job.id, 0)
-    assert first is not None, job.name
-    digests = [str(first["state_sha256"])]
-    state: Mapping[str, Any] = job.folder.read_state(0, digests[0])
-    optimizer: Mapping[str, Any] = {}
-    for version in range(job.current_version):
+        kept = [row for row in store.versions(connection, job.id) if version_is_kept(job, row)]
+    if not kept:
+        raise ContractError(f"job {job.name!r} keeps no version to begin from")
+    first = int(kept[0]["version"])
+    digests = {first: str(kept[0]["state_sha256"])}
+    state: Mapping[str, Any] = job.folder.read_state(first, digests[first])
+    optimizer: Mapping[str, Any] = job.folder.read_optimizer(first, str(kept[0]["optimizer_sha256"]))
+    for version in range(first, job.current_version):
         with database.read() as connection:
             members = store.round_members(connection, job.id, version + 1)
             if members is None:
@@ -36,5 +38,10 @@ def replay(database: Database, job: JobRow) -> list[str]:
             _, contributions = contributions_of(connection, job, version, members)
         made = compute(job.config, version, state, optimizer, contributions)
         state, optimizer = made.state, made.optimizer
-        digests.append(sha256(state_bytes(state)))
+        digests[version + 1] = sha256(state_bytes(state))
     return digests
+
+
+def version_is_kept(job: JobRow, row: store.Row) -> bool:
+    """Whether the state of a version is still on the server's disk (`keep_versions` in [supply])."""
+    return job.folder.state_path(int(row["version"]), str(row["state_sha256"])).exists()

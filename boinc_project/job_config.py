@@ -82,9 +82,8 @@ def _number(low: float, high: float, example: float, *, above: bool = False) -> 
     def check(value: object) -> object:
         fits = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
         if not fits or not low <= float(value) <= high or (above and float(value) == low):  # type: ignore[arg-type]
-            raise _Wrong(
-                f"must be a number {'above' if above else 'from'} {low:g} {'and up ' if above else ''}to {high:g}|{example:g}"
-            )
+            bounds = f"above {low:g} and up to {high:g}" if above else f"from {low:g} to {high:g}"
+            raise _Wrong(f"must be a number {bounds}|{example:g}")
         return float(value)  # type: ignore[arg-type]
 
     return check
@@ -288,19 +287,29 @@ class WorkunitSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SupplySection:
-    """[supply]: how much work is kept ready so that asking clients do not go away empty."""
+    """[supply]: when a slow microtask gets help, what stays on disk, and what the lines carry."""
 
-    cushion: int = _key(_integer(0, 10000, 4), "unsent results kept ready; 0: microtasks_per_version", default=0)
     straggler_after_s: int = _key(
         _integer(1, MAX_SECONDS, 600),
-        "sync: an open microtask of this age gets a further copy, seconds",
+        "a microtask whose copies were all sent so long ago gets a further copy, seconds",
         default=600,
     )
-    extra_replicas: int = _key(_integer(0, 10, 1), "sync: further copies of one microtask at most", default=1)
-    max_age_versions: int = _key(
-        _integer(0, 1000, 4), "diloco: results of older versions are credited, not applied", default=4
+    extra_replicas: int = _key(_integer(0, 10, 1), "further copies of one microtask at most", default=1)
+    keep_versions: int = _key(
+        _integer(0, 1_000_000, 100),
+        "newest versions whose weights and gradients stay on the server's disk; 0: all of them",
+        default=0,
     )
-    keep_versions: int = _key(_integer(1, 10000, 3), "versions kept published behind the newest", default=3)
+    host_bandwidth: float = _key(
+        _number(0, 1e12, 1e6, above=True),
+        "a volunteer's line, bytes/s; for advice on task length",
+        default=1e6,
+    )
+    server_bandwidth: float = _key(
+        _number(0, 1e12, 1e7, above=True),
+        "the server's line, bytes/s; for advice on task length",
+        default=1e7,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,7 +495,7 @@ def _did_you_mean(name: str, allowed: Mapping[str, object]) -> str:
 
 def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) -> JobConfig:
     """Defaults that depend on other keys filled in, and keys checked against one another and the folder."""
-    train, workunit, supply = config.train, config.workunit, config.supply
+    train, workunit = config.train, config.workunit
     diloco = train.policy == "diloco"
     for key, belongs in (("local_steps", "diloco"), ("batches_per_microtask", "sync")):
         if key in content["train"] and getattr(train, key) != 1 and train.policy != belongs:
@@ -552,7 +561,6 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
     return dataclasses.replace(
         config,
         workunit=workunit,
-        supply=dataclasses.replace(supply, cushion=supply.cushion or train.microtasks_per_version),
         schedule=dataclasses.replace(
             config.schedule, total_versions=config.schedule.total_versions or train.max_versions
         ),

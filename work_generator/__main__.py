@@ -37,7 +37,7 @@ from boinc_project.job_folder import Published
 from boinc_project.project_tree import ProjectTree, PublishedFile
 from boinc_project.states import NEVER, AssimilateState
 from boinc_project.store import JobRow
-from boinc_project.supply_limits import MAX_ATTEMPTS
+from boinc_project.supply_limits import MAX_ATTEMPTS, least_seconds_per_task
 from work_generator import supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
@@ -94,6 +94,7 @@ class Generator:
             rows = store.microtasks(connection, job.id, job.current_version)
         slots = job.config.train.microtasks_per_version
         given_up = supply.skipped_slots(rows, slots)
+        self._advise(job)
         for slot in given_up:
             self._once(
                 f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
@@ -179,6 +180,16 @@ class Generator:
         published = Published(document.name, digest, document.md5, document.nbytes)
         store.record_file(connection, job.id, "microtask", published, version=job.current_version)
         store.insert_workunit(connection, row)
+
+    def _advise(self, job: JobRow) -> None:
+        """Say once how long a task should last on the lines that the job's settings describe."""
+        with self.database.read() as connection:
+            state = _published_state(connection, job, job.current_version)
+        if state is None:
+            return
+        hosts, lines = job.config.train.microtasks_per_version * job.config.workunit.min_quorum, job.config.supply
+        seconds = least_seconds_per_task(state.size, lines.host_bandwidth, hosts, lines.server_bandwidth)
+        self._once(f"[JOB {job.name}] a version is {state.size} bytes: a task should last at least {seconds:.2g} s")
 
     def _fail(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason, until an admin resumes it."""

@@ -12,7 +12,6 @@ computes what or when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -70,16 +69,3 @@ def batches_of_microtask(
         Batch(tuple(place[int(shard)] for shard in shards), tuple(int(row) for row in rows)) for shards, rows in drawn
     )
     return made, tuple(used)
-
-
-def evaluation_batches(rows: Sequence[int], batch_size: int) -> tuple[Batch, ...]:
-    """All samples of the shards in order, in batches; the last may be short."""
-    shards = np.concatenate([np.full(count, number) for number, count in enumerate(rows)])
-    inside = np.concatenate([np.arange(count) for count in rows])
-    return tuple(
-        Batch(
-            tuple(int(s) for s in shards[start : start + batch_size]),
-            tuple(int(r) for r in inside[start : start + batch_size]),
-        )
-        for start in range(0, len(shards), batch_size)
-    )

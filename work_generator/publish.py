@@ -90,7 +90,7 @@ def prepare(
         if exported.optimizer is not None
         else None
     )
-    evaluation = publisher.file(folder.evaluation_graph_path, "evaluation", exported.evaluation.to_bytes(), ".json.zst")
+    evaluation = publisher.keep(folder.evaluation_graph_path, exported.evaluation.to_bytes())
     constants = (
         publisher.file(folder.constants_path, "constants", tensorfile.to_bytes(exported.constants), ".safetensors")
         if exported.constants
@@ -182,6 +182,11 @@ class Publisher:
         tensorfile.write_bytes(path, data)
         return self._stage(f"gt_{self._job}_{kind}_{sha256(data)[:16]}{suffix}", data)
 
+    def keep(self, path: Path, data: bytes) -> Published:
+        """Keep `data` in the job's folder only: what volunteers have no need of is not offered to them."""
+        tensorfile.write_bytes(path, data)
+        return Published(path.name, sha256(data), hashlib.md5(data).hexdigest(), len(data))
+
     def state(self, version: int, data: bytes) -> Published:
         """Publish the state of a model version."""
         return self._stage(state_file_name(self._job, version, sha256(data)), data)
@@ -211,8 +216,7 @@ def _shards(job: Job, split: str, folder: JobFolder, publisher: Publisher, progr
         if split == "train":
             file = publisher.file(path, f"{split}{number}", data, ".safetensors")
         else:  # held-out data never leave the server: who knows them can please the evaluation
-            tensorfile.write_bytes(path, data)
-            file = Published(path.name, sha256(data), "", len(data))
+            file = publisher.keep(path, data)
         made.append(Shard(file, len(next(iter(piece.values())))))
     return tuple(made)
 
@@ -263,4 +267,4 @@ def _all_files(facts: JobFacts) -> list[tuple[str, Published]]:
     found = [("graph", facts.graph)]
     found += [("optimizer", facts.optimizer)] if facts.optimizer else []
     found += [("constants", facts.constants)] if facts.constants else []
-    return found + [("evaluation", facts.evaluation)] + [("shard", shard.file) for shard in facts.train]
+    return found + [("shard", shard.file) for shard in facts.train]

@@ -90,10 +90,3 @@ def stop_reason(config: JobConfig, versions: Sequence[Row], create_time: int, no
             if reached:
                 return f"{metric} {found:.4g} of version {row['version']} reaches {target:g} (target_value)"
     return ""
-
-
-def least_seconds_per_task(
-    download_bytes: float, host_bytes_per_s: float, hosts: int, egress_bytes_per_s: float
-) -> float:
-    """The shortest task that the downlink can feed: max(20 x bytes / host bandwidth, hosts x bytes / egress)."""
-    return max(20 * download_bytes / host_bytes_per_s, hosts * download_bytes / egress_bytes_per_s)

@@ -30,6 +30,7 @@ from boinc_project.cli.jobs import create_job, write_weights
 from boinc_project.cli.project import (
     Flag,
     build_and_publish,
+    port_of,
     prepare_project,
     project_processes,
     stop_on_signals,
@@ -134,7 +135,7 @@ def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
     with only_starter(project_dir), contextlib.ExitStack() as stack:
         processes.start()
         stack.callback(processes.stop)
-        wait_until_listening(project_dir, processes)
+        wait_until_listening("127.0.0.1", port_of(tree), processes)
         console.print(f"Serving {tree.config.master_url}; logs in {project_dir / 'log'}")
         stack.enter_context(volunteers(plan, tree))
         console.print(f"Two {plan.clients} volunteers are attached; first tasks start in about 20 seconds.")

@@ -16,6 +16,7 @@ from rich.table import Table
 from boinc_project import store
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, open_project, project_option
+from boinc_project.cli.status import metrics_text
 from boinc_project.contract import tensorfile
 from boinc_project.database import Database
 from boinc_project.gt_tables import (
@@ -28,8 +29,10 @@ from boinc_project.gt_tables import (
     gt_round,
     gt_version,
 )
+from boinc_project.job_config import JobConfig
 from boinc_project.project_tree import ProjectTree
 from boinc_project.store import JobRow
+from boinc_project.supply_limits import least_seconds_per_task
 
 
 @click.group()
@@ -66,11 +69,43 @@ def create_job(tree: ProjectTree, job_toml: Path, console: Console) -> int:
             )
     for note in (*loaded.notes, *exported.notes):
         console.print(f"note: {note}")
+    console.print(download_advice(loaded.config, exported.state), highlight=False, soft_wrap=True)
     parameters = sum(a.size for name, a in exported.state.items() if name.startswith("parameter/"))
     console.print(
         f"Job {loaded.config.job.name!r} is running: {parameters:,} parameters, {len(exported.gradient.nodes)} nodes."
     )
     return job_id
+
+
+def download_advice(config: JobConfig, state: Mapping[str, Any]) -> str:
+    """What a version costs to download, and how long a task should be so that the lines can feed it."""
+    size = float(sum(array.nbytes for array in state.values()))
+    hosts = config.train.microtasks_per_version * config.workunit.min_quorum
+    line, egress = config.supply.host_bandwidth, config.supply.server_bandwidth
+    seconds = least_seconds_per_task(size, line, hosts, egress)
+    return (
+        f"Each version is {size / 1e6:.3g} MB to download: a task should last at least {seconds:.2g} s on a host with"
+        f" {line / 1e6:.3g} MB/s, with {hosts} hosts and {egress / 1e6:.3g} MB/s from the server."
+    )
+
+
+@job.command("replay")
+@click.argument("name")
+@project_option
+def replay(name: str, project_dir: Path | None) -> None:
+    """Compute every kept version anew from the ledger and compare it, byte for byte, with what was published."""
+    from assimilator.replay import replay as replay_ledger
+
+    tree = open_project(project_dir)
+    with tree.database() as database:
+        with database.read() as connection:
+            found = named_job(connection, name)
+            recorded = {int(r["version"]): str(r["state_sha256"]) for r in store.versions(connection, found.id)}
+        made = replay_ledger(database, found)
+    for version, digest in made.items():
+        if recorded[version] != digest:
+            raise Mistake(f"version {version} of job {name!r} is not what its ledger makes: {digest} is computed")
+    click.echo(f"Versions {min(made)} to {max(made)} of job {name!r} are exactly what the ledger makes.")
 
 
 @job.command("list")
@@ -109,7 +144,8 @@ def show(name: str, project_dir: Path | None) -> None:
     for row in versions[-20:]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))
         loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-        values = (str(row["version"]), loss, row["evaluation"], str(row["contributions"]), str(row["samples"]), made)
+        held_out = metrics_text(row["evaluation"]) if row["evaluation"] else ""
+        values = (str(row["version"]), loss, held_out, str(row["contributions"]), str(row["samples"]), made)
         table.add_row(*values)
     console.print(table)
     for task in tasks:
@@ -164,7 +200,10 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
     if target is None or version > found.current_version:
         raise Mistake(f"job {name!r} has no version {version}; it has versions 0 to {found.current_version}")
     # The state must be published again before workunits name it; files come before rows.
-    data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
+    try:
+        data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
+    except FileNotFoundError as error:
+        raise Mistake(not_kept(found, version)) from error
     from work_generator.publish import Publisher
 
     published = Publisher(tree, found.name).state(version, data)
@@ -245,9 +284,20 @@ def write_weights(found: JobRow, row: Mapping[str, Any], path: Path) -> None:
     """A version's state_dict: every name of the model's own state_dict, loadable with load_state_dict."""
     from safetensors.numpy import save
 
-    tensors = found.folder.read_state(int(row["version"]), str(row["state_sha256"]))
+    try:
+        tensors = found.folder.read_state(int(row["version"]), str(row["state_sha256"]))
+    except FileNotFoundError as error:
+        raise Mistake(not_kept(found, int(row["version"]))) from error
     if found.facts.constants is not None:
         tensors.update(tensorfile.read(found.folder.constants_path).tensors)
     state_dict = {name: tensors[inner].copy() for name, inner in sorted(found.facts.state_dict.items())}
     metadata = {"job": found.name, "version": str(row["version"])}
     tensorfile.write_bytes(path, save(state_dict, metadata))
+
+
+def not_kept(found: JobRow, version: int) -> str:
+    """The sentence for a version whose files were deleted."""
+    return (
+        f"version {version} of job {found.name!r} is no longer on disk: keep_versions in [supply] is"
+        f" {found.config.supply.keep_versions}; choose a newer one"
+    )

@@ -6,10 +6,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -47,7 +48,18 @@ def open_project(project_dir: Path | None) -> ProjectTree:
 
 @click.command()
 @click.argument("project_dir", type=click.Path(path_type=Path))
-@click.option("--port", default=DEFAULT_PORT, show_default=True, help="TCP port; the address is 127.0.0.1.")
+@click.option("--port", default=DEFAULT_PORT, show_default=True, help="TCP port to listen on.")
+@click.option("--address", default="127.0.0.1", show_default=True, help="IP address to listen on.")
+@click.option(
+    "--url",
+    default=None,
+    help="Master URL that volunteers attach to, fixed when the project is made (default: http://ADDRESS:PORT/train/).",
+)
+@click.option(
+    "--allow-plain-http",
+    is_flag=True,
+    help="Listen beyond this machine without TLS; anybody on the way can then read and change what is sent.",
+)
 @click.option("--name", default="boinc-train", show_default=True, help="The project's name, shown to volunteers.")
 @click.option(
     "--sleep-interval",
@@ -63,26 +75,44 @@ def open_project(project_dir: Path | None) -> ProjectTree:
     help="Whose copies count as independent: host is for a private lab with one account.",
 )
 @click.option("--no-daemons", is_flag=True, help="Start the server alone.")
-def serve(project_dir: Path, port: int, name: str, sleep_interval: float, votes: str, no_daemons: bool) -> None:
+def serve(
+    project_dir: Path,
+    port: int,
+    address: str,
+    url: str | None,
+    allow_plain_http: bool,
+    name: str,
+    sleep_interval: float,
+    votes: str,
+    no_daemons: bool,
+) -> None:
     """Serve the project in PROJECT_DIR, made new if the folder holds none, until Ctrl-C.
 
     Starts the embedded BOINC server and the three daemons; their logs are in PROJECT_DIR/log.
     """
     console = Console(stderr=True)
-    prepare_project(project_dir, port, name)
-    project_dir = project_dir.resolve()
-    with only_starter(project_dir), stop_on_signals() as stopping:
-        processes = project_processes(project_dir, sleep_interval, votes, daemons=not no_daemons)
+    # One account's two computers can only both be sent a microtask if the scheduler lets them.
+    options = {"one_result_per_user_per_wu": 0} if votes == "host" else {}
+    tree = prepare_project(project_dir, port, name, options, url or f"http://{address}:{port}/train/")
+    if votes == "host" and tree.config.one_result_per_user_per_wu:
+        raise Mistake(
+            f"--votes host needs <one_result_per_user_per_wu>0 in {tree.project_dir / 'config.xml'}; otherwise one"
+            " account's second computer is never sent the second copy"
+        )
+    where = ["--host", address, "--port", str(port), *(["--allow-plain-http"] if allow_plain_http else [])]
+    with only_starter(tree.project_dir), stop_on_signals() as stopping:
+        processes = project_processes(tree.project_dir, sleep_interval, votes, where, daemons=not no_daemons)
         processes.start()
         try:
-            wait_until_listening(project_dir, processes)
-            tree = ProjectTree(project_dir)
+            wait_until_listening(address, port, processes)
             console.print(
-                f"Serving {tree.config.master_url} from {project_dir}; logs in {project_dir}/log; Ctrl-C stops."
+                f"Serving {tree.config.master_url} from {tree.project_dir}; logs in {tree.project_dir}/log;"
+                " Ctrl-C stops.",
+                soft_wrap=True,
             )
-            while not stopping.is_set:
+            while not stopping.is_set and not tree.is_triggered("stop_daemons"):
                 for event in processes.watch():
-                    console.print(event)
+                    console.print(event, soft_wrap=True)
                 time.sleep(0.5)
         finally:
             processes.stop()
@@ -90,26 +120,31 @@ def serve(project_dir: Path, port: int, name: str, sleep_interval: float, votes:
 
 
 def prepare_project(
-    project_dir: Path, port: int, name: str, options: Mapping[str, str | int | float] | None = None
+    project_dir: Path,
+    port: int,
+    name: str,
+    options: Mapping[str, str | int | float] | None = None,
+    url: str | None = None,
 ) -> ProjectTree:
-    """Open the embedded project in a folder, or make one there; the port of an existing one must be the same."""
+    """Open the embedded project in a folder, or make one there; the address of an existing one must be the same."""
     if not 1 <= port <= 65535:
         raise Mistake(f"port {port} does not exist; choose one from 1024 to 65535")
+    url = url or f"http://127.0.0.1:{port}/train/"
     if (project_dir / "config.xml").is_file():
         tree = ProjectTree(project_dir)
-        if f":{port}/" not in tree.config.master_url:
+        if tree.config.master_url != url:
             raise Mistake(
                 f"the project in {project_dir} has the address {tree.config.master_url}, which clients remember;"
-                f" serve it on that port, or make a new project in another folder"
+                f" serve it there (--url, --address, --port), or make a new project in another folder"
             )
+        if tree.is_triggered("stop_daemons"):
+            raise Mistake(f"{project_dir / 'stop_daemons'} exists, so nothing may run; remove it to serve the project")
     else:
         parent = project_dir if project_dir.exists() else project_dir.parent
         if not parent.is_dir():
             raise Mistake(f"the folder {parent} does not exist; create it or choose another place for the project")
         check_port(port)
-        tree = create_project(
-            project_dir, master_url=f"http://127.0.0.1:{port}/train/", long_name=name, options=options
-        )
+        tree = create_project(project_dir, master_url=url, long_name=name, options=options)
     with tree.database() as database:
         store.create_own_tables(database)
         add_app(database, APP_NAME, APP_TITLE)
@@ -126,26 +161,25 @@ def check_port(port: int) -> None:
             raise Mistake(f"port {port} cannot be used ({error.strerror}); choose another with --port") from error
 
 
-def project_processes(project_dir: Path, sleep_interval: float, votes: str, daemons: bool = True) -> Processes:
+def project_processes(
+    project_dir: Path, sleep_interval: float, votes: str, server_options: Sequence[str] = (), daemons: bool = True
+) -> Processes:
     """The server and the daemons of a project, not started yet."""
     processes = Processes(project_dir)
-    processes.add("server", [sys.executable, "-m", "boinc_project.server.run", str(project_dir)])
+    processes.add("server", [sys.executable, "-m", "boinc_project.server.run", str(project_dir), *server_options])
     if daemons:
         for name, command in daemon_commands(sleep_interval, votes).items():
             processes.add(name, command)
     return processes
 
 
-def wait_until_listening(project_dir: Path, processes: Processes, patience_s: float = 30.0) -> None:
+def wait_until_listening(address: str, port: int, processes: Processes, patience_s: float = 30.0) -> None:
     """Wait for the server's port; Mistake with the end of its log if it does not come up."""
-    tree = ProjectTree(project_dir)
-    port = int(tree.config.master_url.split(":")[2].split("/")[0])
+    host = "127.0.0.1" if address == "0.0.0.0" else address
     deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if processes.pid("server") is None:
-            break
+    while time.monotonic() < deadline and processes.pid("server") is not None:
         try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
+            socket.create_connection((host, port), 1).close()
             return
         except OSError:
             time.sleep(0.1)
@@ -153,6 +187,11 @@ def wait_until_listening(project_dir: Path, processes: Processes, patience_s: fl
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     last = text.splitlines()[-1] if text else "nothing was logged"
     raise Mistake(f"the server does not start: {last} (log: {log})")
+
+
+def port_of(tree: ProjectTree) -> int:
+    """The port in the project's master URL."""
+    return urlsplit(tree.config.master_url).port or 80
 
 
 class Flag:

@@ -7,6 +7,7 @@ Bird's eye view, in call order: `serve` (signals, stop file) -> `EmbeddedServer.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -377,12 +378,14 @@ def serve(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m boinc_project.server.run PROJECT_DIR`: what the demo and tests start as a process."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if len(given) != 1:
-        print("usage: python -m boinc_project.server.run PROJECT_DIR", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m boinc_project.server.run")
+    parser.add_argument("project_dir", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=None)
+    parser.add_argument("--allow-plain-http", action="store_true")
+    given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    return serve(given[0])
+    return serve(given.project_dir, host=given.host, port=given.port, allow_plain_http=given.allow_plain_http)
 
 
 if __name__ == "__main__":

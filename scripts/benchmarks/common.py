@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from boinc_project.cli.project import port_of, wait_until_listening
 from boinc_project.processes import Processes
 from boinc_project.project_tree import ProjectTree
 
@@ -65,18 +66,12 @@ def serving(tree: ProjectTree) -> Iterator[psutil.Process]:
     processes.add("server", [sys.executable, "-m", "boinc_project.server.run", str(tree.project_dir)])
     processes.start()
     try:
-        wait_until_listening(tree, processes)
+        wait_until_listening("127.0.0.1", port_of(tree), processes)
         pid = processes.pid("server")
         assert pid is not None
         yield psutil.Process(pid)
     finally:
         processes.stop()
-
-
-def wait_until_listening(tree: ProjectTree, processes: Processes) -> None:
-    from boinc_project.cli.project import wait_until_listening as wait
-
-    wait(tree.project_dir, processes)
 
 
 def commit_latency(folder: Path, repeats: int = 50) -> float:

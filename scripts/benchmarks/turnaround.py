@@ -33,6 +33,7 @@ from boinc_project.cli.jobs import create_job
 from boinc_project.cli.project import (
     DEFAULT_SLEEP_S,
     build_and_publish,
+    port_of,
     prepare_project,
     project_processes,
     wait_until_listening,
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         with only_starter(tree.project_dir), contextlib.ExitStack() as stack:
             stack.callback(processes.stop)
             processes.start()
-            wait_until_listening(tree.project_dir, processes)
+            wait_until_listening("127.0.0.1", port_of(tree), processes)
             seen = stack.enter_context(_watching(tree))
             stack.enter_context(volunteers(Plan(folder, EXAMPLE, kind, options.minutes), tree))
             _wait_until_finished(tree, 60 * options.minutes)

@@ -24,7 +24,7 @@ from apps.packaging.build import CACHE, build_app
 from boinc_project import report, store
 from boinc_project.app_versions import update_versions
 from boinc_project.cli.jobs import write_weights
-from boinc_project.cli.project import prepare_project, project_processes, wait_until_listening
+from boinc_project.cli.project import port_of, prepare_project, project_processes, wait_until_listening
 from boinc_project.contract.microtask import Microtask
 from boinc_project.database import host, user
 from boinc_project.gt_tables import JobState, gt_microtask
@@ -144,7 +144,7 @@ class Trained:
 
     def train(self) -> None:
         self.processes.start()
-        wait_until_listening(self.tree.project_dir, self.processes)
+        wait_until_listening("127.0.0.1", port_of(self.tree), self.processes)
         for number, client in enumerate(self.clients):
             key = create_account(self.tree.config.master_url, f"v{number}@example.org", "secret!", f"v{number}")
             client.start()

@@ -78,7 +78,6 @@ def test_a_good_file_has_every_key_and_documented_defaults(tmp_path: Path) -> No
     assert config.workunit.tolerance == 1e-4
     assert config.data.evaluation_batch_size == 4
     assert config.schedule.total_versions == 10
-    assert config.supply.cushion == 2
     assert load_config(tmp_path) == config, "the folder will do"
 
 
