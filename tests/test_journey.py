@@ -84,8 +84,6 @@ def test_every_gradient_was_computed_by_two_users_validated_credited_and_applied
     assert len(entries) == 2 * VERSIONS and {entry["disposition"] for entry in entries} == {"applied"}
     places = [(v, s) for v in range(1, VERSIONS + 1) for s in (0, 1)]
     assert sorted((e["applied_version"], e["slot"]) for e in entries) == places
-        (v, s) for v in range(1, VERSIONS + 1) for s in (0, 1)
-    ]
     for entry in entries:
         (unit,) = project.rows(database.workunit, name=entry["workunit_name"])
         results = project.rows(database.result, workunitid=unit["id"], validate_state=int(ValidateState.VALID))
