@@ -129,15 +129,20 @@ def daemon_commands(sleep_interval: float, votes: str = "user") -> dict[str, lis
 @contextlib.contextmanager
 def only_starter(project_dir: Path) -> Iterator[None]:
     """Hold the project for this process; ConfigError if another live one has it."""
+    refuse_second_starter(project_dir)
     path = project_dir / PID_FILE
-    holder = _live_holder(path)
-    if holder is not None:
-        raise ConfigError(f"process {holder} already serves {project_dir}; stop it first (kill {holder})")
     path.write_text(f"{os.getpid()} {psutil.Process().create_time()}\n", encoding="ascii")
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def refuse_second_starter(project_dir: Path) -> None:
+    """ConfigError with the process id if another live process holds the project."""
+    holder = _live_holder(project_dir / PID_FILE)
+    if holder is not None:
+        raise ConfigError(f"process {holder} already serves {project_dir}; stop it first (kill {holder})")
 
 
 def _live_holder(path: Path) -> int | None:

@@ -16,6 +16,7 @@ def user_mistakes() -> tuple[type[BaseException], ...]:
     from boinc_project.job_config import JobError
     from boinc_project.local_run import LocalRunFailed
     from boinc_project.project_tree import ImmutableNameError
+    from boinc_project.server.run import ServerError
     from boinc_project.templates import TemplateError
 
     return (
@@ -27,5 +28,6 @@ def user_mistakes() -> tuple[type[BaseException], ...]:
         ImmutableNameError,
         JobError,
         LocalRunFailed,
+        ServerError,
         TemplateError,
     )

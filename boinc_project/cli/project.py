@@ -20,8 +20,9 @@ from boinc_project import store
 from boinc_project.app_versions import add_app, update_versions
 from boinc_project.cli.errors import Mistake
 from boinc_project.config import find_project_dir
-from boinc_project.processes import Processes, daemon_commands, only_starter
+from boinc_project.processes import Processes, daemon_commands, only_starter, refuse_second_starter
 from boinc_project.project_tree import ProjectTree, create_project
+from boinc_project.server.run import ProjectLock
 
 APP_NAME = "gradient"
 APP_TITLE = "Gradient training"
@@ -139,6 +140,9 @@ def prepare_project(
             )
         if tree.is_triggered("stop_daemons"):
             raise Mistake(f"{project_dir / 'stop_daemons'} exists, so nothing may run; remove it to serve the project")
+        # The server is a process of its own: without this look, whoever answers on its port would pass for it.
+        check_not_served(project_dir)
+        check_port(port)
     else:
         parent = project_dir if project_dir.exists() else project_dir.parent
         if not parent.is_dir():
@@ -149,6 +153,14 @@ def prepare_project(
         store.create_own_tables(database)
         add_app(database, APP_NAME, APP_TITLE)
     return tree
+
+
+def check_not_served(project_dir: Path) -> None:
+    """ConfigError or ServerError with the process id if another starter or server has this project."""
+    refuse_second_starter(project_dir.resolve())
+    lock = ProjectLock(project_dir)
+    lock.acquire()
+    lock.release()
 
 
 def check_port(port: int) -> None:
