@@ -247,8 +247,11 @@ class Applier:
 
     def _hold(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason; the last good version stays current."""
-        log.critical("[JOB %s] stopped: %s", job.name, reason)
         with self._database.transaction() as connection:
+            locked = store.lock_job(connection, job.id)
+            if locked is None or locked["current_version"] != job.current_version:
+                return  # another instance made the version meanwhile and may have removed what this one looked for
+            log.critical("[JOB %s] stopped: %s", job.name, reason)
             store.set_job_state(connection, job.id, JobState.FAILED, reason)
 
 
