@@ -338,3 +338,44 @@ def test_held_out_evaluation_covers_every_sample_once_and_names_all_its_files(pr
     microtask, files = evaluation_module.evaluation_microtask(project.job, row)
     assert microtask.samples == 50
     assert set(files) == set(microtask.files)
+
+
+def many_failed_workunits(project: TinyProject, count: int) -> list[int]:
+    """So many workunits of the job that failed and wait for the assimilator; their ids."""
+    units = [
+        database.new_row(
+            database.workunit, name=f"gt_tiny_{n}", appid=project.appid, create_time=1, error_mask=2,
+            assimilate_state=int(AssimilateState.READY),
+        )
+        for n in range(count)
+    ]  # fmt: skip
+    tasks = [
+        {
+            "job_id": project.job_id, "version": 99, "slot": n, "attempt": 0, "workunit_name": f"gt_tiny_{n}",
+            "digest": "", "document": "{}", "samples": 1, "flops": 1.0, "state": "issued", "create_time": 1,
+        }
+        for n in range(count)
+    ]  # fmt: skip
+    with project.db.transaction() as connection:
+        connection.execute(database.workunit.insert(), units)
+        connection.execute(gt_microtask.insert(), tasks)
+    return [row["id"] for row in project.rows(database.workunit)]
+
+
+def test_two_instances_with_mod_2_0_and_2_1_handle_a_hundred_workunits_half_each(
+    project: TinyProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = many_failed_workunits(project, 100)
+    handled: dict[int, list[int]] = {0: [], 1: []}
+    for remainder, seen in handled.items():
+        assimilator = project.assimilator(Options(one_pass=True, mod=(2, remainder)))
+
+        def guarded(unit: Any, task: Any, job: Any, seen: list[int] = seen, real: Any = assimilator._guarded) -> bool:
+            seen.append(unit["id"])
+            return bool(real(unit, task, job))
+
+        monkeypatch.setattr(assimilator, "_guarded", guarded)
+        assimilator.one_pass()
+    assert handled == {0: [i for i in ids if i % 2 == 0], 1: [i for i in ids if i % 2 == 1]}
+    assert len(handled[0]) == len(handled[1]) == 50
+    assert {row["assimilate_state"] for row in project.rows(database.workunit)} == {AssimilateState.DONE}
