@@ -162,21 +162,20 @@ class Applier:
         return True
 
     def _forget(self, job: JobRow, newest: int) -> None:
-        """Delete weights and gradients of versions beyond `keep_versions`; the ledger's rows stay."""
+        """Delete weights and gradients of versions beyond `keep_versions`; the ledger's rows stay.
+
+        Looks at what lies on the disk, so that what a crash left behind goes with the next version.
+        """
         keep = job.config.supply.keep_versions
-        gone = newest - keep
-        if not keep or gone < 0:
+        if not keep:
             return
-        with self._database.read() as connection:
-            row = store.version_row(connection, job.id, gone)
-            entries = store.ledger_of_version(connection, job.id, gone)
-        if row is not None:
-            job.folder.state_path(gone, str(row["state_sha256"])).unlink(missing_ok=True)
-            if row["optimizer_sha256"]:
-                job.folder.optimizer_path(gone, str(row["optimizer_sha256"])).unlink(missing_ok=True)
-        # These made version gone + 1, which is kept as it is.
-        for entry in entries:
-            (job.folder.path / str(entry["payload_file"])).unlink(missing_ok=True)
+        oldest = newest - keep + 1
+        for version, path in job.folder.version_files():
+            if version < oldest:
+                path.unlink(missing_ok=True)
+        for base_version, path in job.folder.payload_files():
+            if base_version < oldest:
+                path.unlink(missing_ok=True)
 
     def _commit(self, job: JobRow, version: int) -> list[Member] | None:
         with self._database.read() as connection:

@@ -13,6 +13,7 @@ Everything here appears by rename after fsync and carries its digest in its name
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,10 @@ from boinc_project.contract.graph import Graph
 
 Array = npt.NDArray[Any]
 JOBS_DIRECTORY = "gt_jobs"
+
+_VERSION_FILE = re.compile(r"(?:state|optimizer)_(\d+)_[0-9a-f]{16}\.safetensors")
+# Named after the workunit, whose name holds the base version (work_generator/workunits.py).
+_PAYLOAD_FILE = re.compile(r"gt_.+_v(\d+)_s\d+_a\d+_[0-9a-f]{16}\.[0-9a-f]{16}\.update")
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,14 @@ class JobFolder:
         """The server's optimizer state after that version."""
         return self.path / "versions" / f"optimizer_{version:06d}_{sha256[:16]}.safetensors"
 
+    def version_files(self) -> list[tuple[int, Path]]:
+        """(version, path) of every state and optimizer state on disk."""
+        return _numbered(self.path / "versions", _VERSION_FILE)
+
+    def payload_files(self) -> list[tuple[int, Path]]:
+        """(base version, path) of every payload on disk."""
+        return _numbered(self.path / "payloads", _PAYLOAD_FILE)
+
     def create(self) -> None:
         for name in ("graphs", "shards", "versions", "payloads"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -206,6 +219,11 @@ class JobFolder:
     def read_optimizer(self, version: int, digest: str) -> dict[str, Array]:
         """The optimizer state kept with a version ({} if it has none)."""
         return _read_checked(self.optimizer_path(version, digest), digest) if digest else {}
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    matches = ((pattern.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+    return [(int(match[1]), path) for match, path in matches if match]
 
 
 def state_bytes(state: Mapping[str, Array]) -> bytes:

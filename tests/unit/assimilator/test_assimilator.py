@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from assimilator import apply, intake
 from assimilator import evaluation as evaluation_module
 from assimilator.replay import replay
 from boinc_project import database, job_folder, store
+from boinc_project.cli.errors import Mistake
 from boinc_project.cli.jobs import roll_back
 from boinc_project.contract.errors import ContractError
 from boinc_project.daemon import Options, RetryLater
@@ -379,3 +382,22 @@ def test_two_instances_with_mod_2_0_and_2_1_handle_a_hundred_workunits_half_each
     assert handled == {0: [i for i in ids if i % 2 == 0], 1: [i for i in ids if i % 2 == 1]}
     assert len(handled[0]) == len(handled[1]) == 50
     assert {row["assimilate_state"] for row in project.rows(database.workunit)} == {AssimilateState.DONE}
+
+
+def test_only_the_newest_versions_asked_for_stay_on_disk_and_can_be_replayed(project: TinyProject) -> None:
+    with project.db.transaction() as connection:
+        text = connection.execute(sa.select(gt_job.c.config)).scalar_one()
+        settings = json.loads(text)
+        settings["supply"]["keep_versions"] = 2
+        connection.execute(sa.update(gt_job).values(config=json.dumps(settings)))
+    # What a crash between publishing and deleting left behind goes with the next version.
+    stray = project.job.folder.path / "versions" / f"state_000000_{'0' * 16}.safetensors"
+    stray.write_bytes(b"left behind")
+    for _ in range(3):
+        project.make_version()
+    job = project.job
+    assert sorted({version for version, _ in job.folder.version_files()}) == [2, 3]
+    assert sorted({base for base, _ in job.folder.payload_files()}) == [2]
+    assert replay(project.db, job) == dict(zip([2, 3], project.version_digests()[2:], strict=True))
+    with pytest.raises(Mistake, match="keep_versions"):
+        roll_back(project.tree, project.db, job.name, 1)
