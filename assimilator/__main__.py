@@ -9,7 +9,6 @@ idempotent: handling a workunit twice changes nothing.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,17 +20,8 @@ from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from assimilator.intake import take_in
 from boinc_project import store
-from boinc_project.config import ConfigError, ProjectConfig, find_project_dir
-from boinc_project.daemon import (
-    EXIT_CONFIGURATION,
-    Options,
-    RetryLater,
-    Stopper,
-    UsageError,
-    parse_options,
-    run_passes,
-    set_up_log,
-)
+from boinc_project.daemon import Options, Stopper
+from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState
 from boinc_project.project_tree import ProjectTree
@@ -61,17 +51,17 @@ class Assimilator:
 
     def one_pass(self) -> bool:
         """Take in what is ready, advance every job; returns whether anything was done."""
-        try:
+        with outside_faults():
             worked = self._intake()
             if not self.options.dry_run:
                 worked |= self._advance()
-                with self.database.transaction() as connection:
-                    store.beat(connection, "assimilator", os.getpid())
-        except DBAPIError as error:
-            raise RetryLater(f"the database does not answer ({error.orig})") from error
-        except OSError as error:
-            raise RetryLater(f"storage does not answer ({error})") from error
         return worked
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation under way and those due after it: one pass handles all that is there."""
+        while self.evaluator.busy:
+            time.sleep(0.05)
+            self.one_pass()
 
     def _intake(self) -> bool:
         with self.database.read() as connection:
@@ -128,38 +118,25 @@ class Assimilator:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the daemon; returns the exit status."""
+    started = start(arguments, program="gt_assimilator", about=ABOUT, default_sleep=DEFAULT_SLEEP_S)
+    if isinstance(started, int):
+        return started
+    evaluator = Evaluator(started.database)
+    applier = Applier(started.database, started.tree)
+    assimilator = Assimilator(
+        started.options, started.tree, started.database, started.appid, started.stopper, applier, evaluator
+    )
+
+    def one_pass() -> bool:
+        worked = assimilator.one_pass()
+        if started.options.one_pass:
+            assimilator.finish_evaluation()
+        return worked
+
     try:
-        options = parse_options(
-            sys.argv[1:] if arguments is None else arguments,
-            program="gt_assimilator",
-            about=ABOUT,
-            default_sleep=DEFAULT_SLEEP_S,
-        )
-        project_dir = find_project_dir()
-        tree = ProjectTree(project_dir, ProjectConfig.load(project_dir))
-        database = tree.database()
-        appid = store.app_id(database, options.app)
-        if appid is None:
-            raise UsageError(f"gt_assimilator: the project has no app {options.app!r}; see --app")
-    except (UsageError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_CONFIGURATION
-    set_up_log(options.debug_level)
-    stopper = Stopper(project_dir)
-    stopper.install()
-    store.create_own_tables(database)
-    log.info("Starting; project %s", project_dir)
-    evaluator = Evaluator(database)
-    assimilator = Assimilator(options, tree, database, appid, stopper, Applier(database, tree), evaluator)
-    try:
-        status = run_passes(options, stopper, assimilator.one_pass)
-        while options.one_pass and evaluator.busy:  # one pass handles what is there, evaluation included
-            time.sleep(0.05)
-            assimilator.one_pass()
-        return status
+        return run(started, "assimilator", one_pass)
     finally:
         evaluator.stop()
-        database.close()
 
 
 if __name__ == "__main__":

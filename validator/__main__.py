@@ -10,7 +10,6 @@ second validator, or a late report can neither lose nor double a grant.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,22 +21,13 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
 from boinc_project import store
-from boinc_project.config import ConfigError, ProjectConfig, find_project_dir
 from boinc_project.contract.errors import InvalidResult, TransientError
 from boinc_project.contract.microtask import Microtask
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import update_types
 from boinc_project.credit import credit_of_flops
-from boinc_project.daemon import (
-    EXIT_CONFIGURATION,
-    Options,
-    RetryLater,
-    Stopper,
-    UsageError,
-    parse_options,
-    run_passes,
-    set_up_log,
-)
+from boinc_project.daemon import Options, Stopper, UsageError
+from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, workunit
 from boinc_project.gt_tables import gt_microtask
 from boinc_project.project_tree import ProjectTree
@@ -75,17 +65,13 @@ class Validator:
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
         worked = False
-        try:
+        with outside_faults():
             with self.database.read() as connection:
                 waiting = store.needing_validation(connection, self.appid, WORKUNITS_PER_PASS)
             for identifier in waiting:
                 self.stopper.check()
                 if self.options.takes(identifier) and self.not_before.get(identifier, 0.0) <= self.clock():
                     worked |= self._guarded(identifier)
-            with self.database.transaction() as connection:
-                store.beat(connection, "validator", os.getpid())
-        except DBAPIError as error:
-            raise RetryLater(f"the database does not answer ({error.orig})") from error
         return worked
 
     def _guarded(self, identifier: int) -> bool:
@@ -231,36 +217,25 @@ def _fingerprint(rows: Sequence[store.Row]) -> list[tuple[Any, ...]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the daemon; returns the exit status."""
-    try:
-        options = parse_options(
-            sys.argv[1:] if arguments is None else arguments,
-            program="gt_validator",
-            about=ABOUT,
-            default_sleep=DEFAULT_SLEEP_S,
-            own={"votes": "whose copies count apart: user (default), or host for a private lab with one account"},
-        )
-        if options.own.get("votes", "user") not in ("user", "host"):
-            raise UsageError("gt_validator: --votes takes user or host")
-        project_dir = find_project_dir()
-        tree = ProjectTree(project_dir, ProjectConfig.load(project_dir))
-        database = tree.database()
-        appid = store.app_id(database, options.app)
-        if appid is None:
-            raise UsageError(f"gt_validator: the project has no app {options.app!r}; see --app")
-    except (UsageError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_CONFIGURATION
-    set_up_log(options.debug_level)
-    stopper = Stopper(project_dir)
-    stopper.install()
-    store.create_own_tables(database)
-    by_user = options.own.get("votes", "user") == "user"
-    log.info("Starting; project %s; %s", project_dir, "one vote per user" if by_user else "one vote per HOST")
-    validator = Validator(options, tree, database, appid, stopper, by_user)
-    try:
-        return run_passes(options, stopper, validator.one_pass)
-    finally:
-        database.close()
+    started = start(
+        arguments,
+        program="gt_validator",
+        about=ABOUT,
+        default_sleep=DEFAULT_SLEEP_S,
+        own={"votes": "whose copies count apart: user (default), or host for a private lab with one account"},
+        check=_check_votes,
+    )
+    if isinstance(started, int):
+        return started
+    by_user = started.options.own.get("votes", "user") == "user"
+    log.info("%s", "One vote per user" if by_user else "One vote per HOST: copies of one account check each other")
+    validator = Validator(started.options, started.tree, started.database, started.appid, started.stopper, by_user)
+    return run(started, "validator", validator.one_pass)
+
+
+def _check_votes(options: Options) -> None:
+    if options.own.get("votes", "user") not in ("user", "host"):
+        raise UsageError("gt_validator: --votes takes user or host")
 
 
 if __name__ == "__main__":

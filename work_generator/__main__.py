@@ -9,7 +9,6 @@ transitioner has made the results before counting again.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,20 +16,10 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError
 
 from boinc_project import store
-from boinc_project.config import ConfigError, ProjectConfig, find_project_dir
-from boinc_project.daemon import (
-    EXIT_CONFIGURATION,
-    Options,
-    RetryLater,
-    Stopper,
-    UsageError,
-    parse_options,
-    run_passes,
-    set_up_log,
-)
+from boinc_project.daemon import Options, Stopper
+from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, workunit
 from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
 from boinc_project.job_folder import Published
@@ -61,7 +50,7 @@ class Generator:
     def one_pass(self) -> bool:
         """Look at every job once; returns whether anything was done."""
         worked = False
-        try:
+        with outside_faults():
             with self.database.read() as connection:
                 found = store.jobs(connection, JobState.RUNNING)
                 finished = store.jobs(connection, JobState.FINISHED, JobState.PAUSED)
@@ -72,12 +61,6 @@ class Generator:
             for job in [*found, *finished]:
                 if self.options.takes_job(job.id):
                     self._retire(job)
-            with self.database.transaction() as connection:
-                store.beat(connection, "work_generator", os.getpid())
-        except DBAPIError as error:
-            raise RetryLater(f"the database does not answer ({error.orig})") from error
-        except OSError as error:
-            raise RetryLater(f"storage does not answer ({error})") from error
         return worked
 
     def _supply(self, job: JobRow) -> bool:
@@ -323,29 +306,11 @@ def _versions_in_use(connection: Connection, job: JobRow) -> set[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the daemon; returns the exit status."""
-    try:
-        options = parse_options(
-            sys.argv[1:] if arguments is None else arguments,
-            program="gt_work_generator",
-            about=ABOUT,
-            default_sleep=DEFAULT_SLEEP_S,
-        )
-        project_dir = find_project_dir()
-        tree = ProjectTree(project_dir, ProjectConfig.load(project_dir))
-    except (UsageError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_CONFIGURATION
-    set_up_log(options.debug_level)
-    stopper = Stopper(project_dir)
-    stopper.install()
-    database = tree.database()
-    store.create_own_tables(database)
-    log.info("Starting; project %s", project_dir)
-    generator = Generator(options, tree, database, stopper)
-    try:
-        return run_passes(options, stopper, generator.one_pass)
-    finally:
-        database.close()
+    started = start(arguments, program="gt_work_generator", about=ABOUT, default_sleep=DEFAULT_SLEEP_S)
+    if isinstance(started, int):
+        return started
+    generator = Generator(started.options, started.tree, started.database, started.stopper)
+    return run(started, "work_generator", generator.one_pass)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""How a daemon of ours starts: options, project, database, log, signals, in BOINC's order.
+
+start(...)         -> Started, or the exit status of a usage error
+run(...)           passes with a heartbeat until asked to stop
+outside_faults()   a lost database or disk means "try the pass again later", not the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy.exc import DBAPIError
+
+from boinc_project import store
+from boinc_project.config import ConfigError, ProjectConfig, find_project_dir
+from boinc_project.daemon import (
+    EXIT_CONFIGURATION,
+    Options,
+    RetryLater,
+    Stopper,
+    UsageError,
+    parse_options,
+    run_passes,
+    set_up_log,
+)
+from boinc_project.database import Database
+from boinc_project.project_tree import ProjectTree
+
+HEARTBEAT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """What every daemon works with. `appid` is the id of the app named by `--app`."""
+
+    options: Options
+    tree: ProjectTree
+    database: Database
+    appid: int
+    stopper: Stopper
+
+
+def start(
+    arguments: Sequence[str] | None,
+    *,
+    program: str,
+    about: str,
+    default_sleep: float,
+    own: Mapping[str, str] | None = None,
+    check: Callable[[Options], None] = lambda options: None,
+) -> Started | int:
+    """Read the command line and open the project; `check` may raise UsageError about the program's own options.
+
+    A mistake in options or configuration is one sentence on stderr and BOINC's exit status 1.
+    """
+    try:
+        options = parse_options(
+            sys.argv[1:] if arguments is None else arguments,
+            program=program,
+            about=about,
+            default_sleep=default_sleep,
+            own=own,
+        )
+        check(options)
+        project_dir = find_project_dir()
+        tree = ProjectTree(project_dir, ProjectConfig.load(project_dir))
+        database = tree.database()
+        appid = store.app_id(database, options.app)
+        if appid is None:
+            raise UsageError(f"{program}: the project has no app {options.app!r}; see --app")
+        store.create_own_tables(database)
+    except (UsageError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIGURATION
+    except DBAPIError as error:
+        print(f"{program}: the database cannot be opened ({error.orig})", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    set_up_log(options.debug_level)
+    stopper = Stopper(project_dir)
+    stopper.install()
+    logging.getLogger(program.removeprefix("gt_")).info("Starting; project %s", project_dir)
+    return Started(options, tree, database, appid, stopper)
+
+
+class Heart:
+    """Tells `status` and `doctor`, every ten seconds and no oftener, that this daemon makes its passes."""
+
+    def __init__(self, database: Database, daemon: str) -> None:
+        self._database = database
+        self._daemon = daemon
+        self._last = -HEARTBEAT_S
+
+    def beat(self) -> None:
+        if time.monotonic() - self._last >= HEARTBEAT_S:
+            with self._database.transaction() as connection:
+                store.beat(connection, self._daemon, os.getpid())
+            self._last = time.monotonic()
+
+
+@contextlib.contextmanager
+def outside_faults() -> Iterator[None]:
+    """A database or storage that is away means: try the pass again later. Transactions under way were rolled back."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise RetryLater(f"the database does not answer ({error.orig})") from error
+    except OSError as error:
+        raise RetryLater(f"storage does not answer ({error})") from error
+
+
+def run(started: Started, name: str, one_pass: Callable[[], bool]) -> int:
+    """Make passes until asked to stop, with a heartbeat; returns the exit status."""
+    heart = Heart(started.database, name)
+
+    def beating_pass() -> bool:
+        worked = one_pass()
+        if not started.options.dry_run:
+            with outside_faults():
+                heart.beat()
+        return worked
+
+    try:
+        return run_passes(started.options, started.stopper, beating_pass)
+    finally:
+        started.database.close()
