@@ -19,7 +19,9 @@ import sqlalchemy as sa
 from aiohttp import web
 
 from boinc_project import database, templates
+from boinc_project import store as queries
 from boinc_project.database import Database
+from boinc_project.gt_tables import JobState, gt_job
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server import accounts, uploads
 from boinc_project.server.messages import MAX_REQUEST_BYTES
@@ -83,16 +85,30 @@ class Rim:
     # Pages.
 
     async def master_page(self, _request: web.Request) -> web.Response:
-        """Clients look for the scheduler's URL on short lines of their own."""
+        """Clients look for the scheduler's URL on short lines of their own; people read what is being learned."""
         url, name = self.config.scheduler_url, html.escape(self.config.long_name)
+        jobs = await asyncio.to_thread(self._job_list)
         page = (
-            f"<!DOCTYPE html>\n<html>\n<head>\n<title>{name}</title>\n"
+            f'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n<title>{name}</title>\n'
             f'<link rel="boinc_scheduler" href="{url}">\n'
             f"</head>\n<body>\n<!-- <scheduler>{url}</scheduler> -->\n"
             f"<h1>{name}</h1>\n<p>This is a BOINC project. Attach a BOINC client to\n"
-            f"{html.escape(self.config.master_url)}</p>\n</body>\n</html>\n"
+            f"{html.escape(self.config.master_url)}</p>\n{jobs}</body>\n</html>\n"
         )
         return web.Response(text=page, content_type="text/html")
+
+    def _job_list(self) -> str:
+        """What the running jobs learn, and under which licence their data are, for volunteers."""
+        with self.db.read() as connection:
+            if not sa.inspect(connection).has_table(gt_job.name):
+                return ""
+            jobs = queries.jobs(connection, JobState.RUNNING)
+        items = "".join(
+            f"<li>{html.escape(job.config.job.description)}\nVersion {job.current_version}.\n"
+            f"Data: {html.escape(job.config.data.license)}.</li>\n"
+            for job in jobs
+        )
+        return f"<h2>What your computer would do</h2>\n<ul>\n{items}</ul>\n" if items else ""
 
     async def project_config(self, _request: web.Request) -> web.Response:
         return _xml_reply(await asyncio.to_thread(self._project_config))
