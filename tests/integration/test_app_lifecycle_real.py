@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from apps.packaging import build
 from apps.packaging.build import BuiltApp
 from boinc_project.contract.microtask import UPDATE_FILE
+from boinc_project.contract.opset import OPSET
 from tests.mini_client import AUTHENTICATOR, MiniClient, session_members, spawn_client, wait_for
 from tests.tiny_microtask import expected_gradient, microtask_files, read_result
 
@@ -30,7 +32,7 @@ Start = Callable[..., MiniClient]
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> BuiltApp:
     """The packaged application; built once for a state of the sources, then taken from the project's
     cache."""
-    return build.build_app(tmp_path_factory.mktemp("project"), cache_dir=REPOSITORY / ".cache" / "app-builds")
+    return build.build_app(tmp_path_factory.mktemp("project"), cache_dir=build.CACHE)
 
 
 @pytest.fixture
@@ -139,7 +141,9 @@ def test_a_suspended_real_task_uses_no_cpu_within_2_s(start: Start) -> None:
 
 def test_the_package_has_boincs_layout_and_declares_its_api_version(packaged: BuiltApp) -> None:
     assert packaged.folder.parts[-4:] == ("apps", "gradient", "1.00", build.PLATFORM)
-    assert sorted(path.name for path in packaged.folder.iterdir()) == [packaged.program.name, "version.xml"]
+    names = sorted(path.name for path in packaged.folder.iterdir())
+    assert names == [packaged.program.name, build.OPERATORS_FILE, "version.xml"]
+    assert set(json.loads((packaged.folder / build.OPERATORS_FILE).read_text())) == set(OPSET)
     text = (packaged.folder / "version.xml").read_text()
     assert "<api_version>7.20.5</api_version>" in text and "<main_program/>" in text
     assert "dont_throttle" not in text
@@ -151,7 +155,7 @@ def test_the_package_has_boincs_layout_and_declares_its_api_version(packaged: Bu
 def test_the_package_is_taken_from_the_cache_and_never_replaced_by_other_bytes(
     packaged: BuiltApp, tmp_path: Path
 ) -> None:
-    cache = REPOSITORY / ".cache" / "app-builds"
+    cache = build.CACHE
     again = build.build_app(tmp_path, cache_dir=cache)
     assert again.reused and again.program.read_bytes() == packaged.program.read_bytes()
     again.program.write_bytes(b"another program")
