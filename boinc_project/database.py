@@ -10,6 +10,8 @@ Not here: queries (`store.py`) and decisions (`server/`).
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -556,10 +558,26 @@ class Database:
         self._turn = threading.Lock() if self.is_sqlite else None
 
     @contextmanager
-    def transaction(self) -> Iterator[Connection]:
-        """A write transaction: committed at the end of the block, rolled back by an exception."""
-        with self._writers_turn(), self.engine.connect() as connection, connection.begin():
-            yield connection
+    def transaction(self, *, synced: bool = True) -> Iterator[Connection]:
+        """A write transaction: committed at the end of the block, rolled back by an exception.
+
+        Not `synced` (SQLite only): the commit is whole and seen by everybody, but a loss of power may undo it
+        until `sync` is called or a later commit is durable.
+        """
+        with self._writers_turn(), self.engine.connect() as connection:
+            connection = connection.execution_options(synced=synced)
+            with connection.begin():
+                yield connection
+
+    def sync(self) -> None:
+        """Make every commit so far durable: what SQLite does itself at the end of a synced one."""
+        if self.is_sqlite:
+            with contextlib.suppress(FileNotFoundError):  # then all of it is in the database, and durable
+                descriptor = os.open(f"{self.url.database}-wal", os.O_RDONLY)
+                try:
+                    os.fdatasync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     @contextmanager
     def _writers_turn(self) -> Iterator[None]:
@@ -618,7 +636,11 @@ def _sqlite_engine(url: sa.URL) -> Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        read_only = connection.get_execution_options().get("read_only", False)
+        options = connection.get_execution_options()
+        read_only, synced = options.get("read_only", False), options.get("synced", True)
+        if not read_only and connection.info.get("synced", True) != synced:
+            connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
+            connection.info["synced"] = synced
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine

@@ -188,6 +188,11 @@ class Changes:
     new_speeds: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # ... and new rows
     messages: tuple[MessageFromHost, ...] = ()
 
+    @property
+    def must_last(self) -> bool:
+        """Whether more changes than what a host says of itself in every request, and will say again."""
+        return bool(self.results or self.transition_now or self.sent or self.speeds or self.new_speeds or self.messages)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:

@@ -197,16 +197,24 @@ class SchedulerService:
         self.code_sign_key = tree.code_sign_public().text()
         self._candidates = _candidates(self.config.one_result_per_user_per_wu, self.config.one_result_per_host_per_wu)
         self._static = _StaticTables(tree)
+        self._must_last = False  # whether the transaction in progress changes what must not be lost
 
     def answer(self, asked: Sequence[bytes | Held]) -> list[Answer]:
-        """The answer to each request body or held request, in order, after one durable commit for all."""
+        """The answer to each request body or held request, in order, after one commit for all.
+
+        The commit is durable, unless it holds nothing but what the hosts say of themselves.
+        """
         if self.tree.is_triggered("stop_sched"):
             stopped = format_reply(scheduler.stopped_reply(self.config))
             return [Answer(format_reply(each.reply) if isinstance(each, Held) else stopped) for each in asked]
         requests = [each if isinstance(each, Held) else self._parsed(each) for each in asked]
         try:
-            with self.db.transaction() as connection:
-                return [self._answer_one(connection, request) for request in requests]
+            self._must_last = False
+            with self.db.transaction(synced=False) as connection:
+                answers = [self._answer_one(connection, request) for request in requests]
+            if self._must_last:
+                self.db.sync()
+            return answers
         except Exception as error:
             # One request must not spoil the others: each gets a transaction of its own.
             if len(asked) > 1:
@@ -266,6 +274,7 @@ class SchedulerService:
     def _carried_out(self, connection: Connection, decision: Decision, snapshot: Snapshot) -> SchedulerReply:
         """Write what was decided; returns the complete reply."""
         self._write(connection, decision.changes, snapshot)
+        self._must_last |= decision.changes.must_last or snapshot.new_to_client
         if not decision.changes.sent:
             return decision.reply
         documents = _documents(connection, decision.changes)

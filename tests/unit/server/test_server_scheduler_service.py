@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
+
 from boinc_project import database
+from boinc_project.database import Database
+from boinc_project.project_tree import ProjectTree
 from boinc_project.server.scheduler_service import INDEXES, MAX_CANDIDATES, MIN_CANDIDATES, SchedulerService
 from boinc_project.server.transitioner import Transitioner
 from tests.server_project import add_user, add_workunits, as_host, make_project, publish_app, rows, wire_body
 
+FIRST_CONTACT = "scheduler-first-contact.request"
 BEYOND_ANY_HOST = 1e15  # bytes of memory
+
+
+def add_indexes(db: Database) -> None:
+    with db.transaction() as connection:
+        for index in INDEXES:
+            connection.exec_driver_sql(index)
 
 
 def test_task_behind_tasks_that_do_not_fit_the_host_is_found(tmp_path: Path) -> None:
     tree = make_project(tmp_path / "project")
     with tree.database() as db:
-        with db.transaction() as connection:
-            for index in INDEXES:
-                connection.exec_driver_sql(index)
+        add_indexes(db)
         appid, key = publish_app(tree, db), add_user(db, "alice")
         transitioner = Transitioner(db, tree.config, upload_key=None)
         hidden = MAX_CANDIDATES - 1
@@ -26,8 +36,44 @@ def test_task_behind_tasks_that_do_not_fit_the_host_is_found(tmp_path: Path) -> 
         add_workunits(tree, db, appid, 1, prefix="small")
         transitioner.run_once()
         service = SchedulerService(tree, db, transitioner)
-        request = as_host(wire_body("scheduler-first-contact.request"), key=key, hostid=0)
+        request = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)
         reply = service.answer([request])[0].reply
         assert b"<name>small_0_0</name>" in reply
         assert b"more memory" not in reply
         assert len(rows(db, database.result, hostid=1)) == 1
+
+
+def synchronous(db: Database) -> int:
+    """SQLite's setting on a connection that has a synced transaction open: 2 is FULL."""
+    with db.transaction() as connection:
+        return int(connection.exec_driver_sql("PRAGMA synchronous").scalar_one())
+
+
+def test_only_replies_that_change_something_lasting_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree: ProjectTree = make_project(tmp_path / "project")
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with tree.database() as db:
+        add_indexes(db)
+        appid, key = publish_app(tree, db), add_user(db, "alice")
+        service = SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None))
+        assert b"<hostid>1</hostid>" in service.answer([as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)])[0].reply
+        log = f"{tree.project_dir}/project.sqlite-wal"
+        assert synced == [log], "a new host is durable before the client hears its number"
+        request = as_host(wire_body("scheduler-reply-ten-tasks.request"), key=key, hostid=1)
+        assert b"no tasks available" in service.answer([request])[0].reply
+        assert synced == [log], "a reply without work is not"
+        add_workunits(tree, db, appid, 1)
+        service.transitioner.run_once()
+        synced.clear()
+        assert b"<report_deadline>" in service.answer([request])[0].reply
+        assert synced == [log], "a task is"
+        assert synchronous(db) == 2, "and so is every other transaction"
