@@ -60,11 +60,16 @@ find_python() {
 }
 
 need_environment() {
-    local extras=$1 python stamp wanted
+    local extras=$1 python stamp wanted installed="" each
     stamp="$environment/.installed"
-    wanted="$extras $(cat "$repository/pyproject.toml" "$repository/constraints.txt" | sha256sum | cut -d' ' -f1)"
-    if [ -x "$environment/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        return 0
+    wanted=$(cat "$repository/pyproject.toml" "$repository/constraints.txt" | sha256sum | cut -d' ' -f1)
+    # The stamp holds the digest of what was installed from, and the extras: more of them than asked for will do.
+    if [ -x "$environment/bin/python" ] && [ -e "$stamp" ]; then
+        read -r each installed <"$stamp" || true
+        if [ "$each" = "$wanted" ] && has_extras "$installed" "$extras"; then
+            return 0
+        fi
+        extras="$extras${installed:+,$installed}"
     fi
     python=$(find_python) || fail "Python 3.11 or newer with venv is needed (Debian: apt-get install python3 python3-venv)."
     if [ ! -x "$environment/bin/python" ]; then
@@ -75,5 +80,13 @@ need_environment() {
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$repository/constraints.txt" --editable "$repository[$extras]" >&2 ||
         fail "The Python packages could not be installed; see the messages above."
-    printf '%s' "$wanted" >"$stamp"
+    printf '%s %s\n' "$wanted" "$(tr ',' '\n' <<<"$extras" | sort -u | paste -sd,)" >"$stamp"
+}
+
+# Whether the comma-separated list $1 holds every entry of the list $2.
+has_extras() {
+    local each
+    for each in ${2//,/ }; do
+        [[ ",$1," == *",$each,"* ]] || return 1
+    done
 }
