@@ -126,7 +126,9 @@ def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
     start = time.monotonic()
     project_dir = plan.output / "project"
     tree = prepare_project(project_dir, free_port(), "boinc-train demo", {"gt_dry_rpc_delay": 3})
+    console.print("Building the application that volunteers run (under a minute, or from the cache).", soft_wrap=True)
     build_and_publish(tree, "1.00", None, console)
+    console.print(f"Tracing the model of {plan.job_toml} and publishing it with its data.", soft_wrap=True)
     create_job(tree, plan.job_toml, console)
     with tree.database() as database, database.read() as connection:
         job_name = store.jobs(connection)[0].name
@@ -136,7 +138,7 @@ def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
         processes.start()
         stack.callback(processes.stop)
         wait_until_listening("127.0.0.1", port_of(tree), processes)
-        console.print(f"Serving {tree.config.master_url}; logs in {project_dir / 'log'}")
+        console.print(f"Serving {tree.config.master_url}; logs in {project_dir / 'log'}", soft_wrap=True)
         stack.enter_context(volunteers(plan, tree))
         console.print(f"Two {plan.clients} volunteers are attached; first tasks start in about 20 seconds.")
         watch(plan, tree, job_name, processes, console, stopping)
@@ -257,7 +259,9 @@ def finish(plan: Plan, tree: ProjectTree, job_name: str, console: Console, secon
     hosts = len(found["hosts"])
     if hosts < len(USERS):
         raise DemoFailed(f"only {hosts} of {len(USERS)} hosts returned valid results; see {plan.output}/client-*")
-    console.print(f"Loss curve, report and weights: {plan.output}/loss.png, report.json, weights.safetensors")
+    console.print(
+        f"Loss curve, report and weights: {plan.output}/loss.png, report.json, weights.safetensors", soft_wrap=True
+    )
     parts = [
         f"first_loss={losses[0]:.4f}",
         f"last_loss={losses[-1]:.4f}",

@@ -57,7 +57,7 @@ def create_job(tree: ProjectTree, job_toml: Path, console: Console) -> int:
     from work_generator.publish import publish_job
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("loading the model and data", total=None)
         loaded = Job.load(job_toml)
         bars.update(task, description="tracing the model")

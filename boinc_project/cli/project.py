@@ -255,7 +255,7 @@ def build_and_publish(
     from apps.packaging.build import build_app as build
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("building the application", total=1.0)
 
         def report(stage: str, share: float) -> None:
