@@ -17,6 +17,8 @@ import logging
 import os
 import re
 import shutil
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -199,11 +201,23 @@ def check_size(header: UploadHeader, max_nbytes: float) -> None:
 # Keeping files.
 
 
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """The right to touch the part files of one name. Only its holder can give it back; again is harmless."""
+
+    store: UploadStore
+    name: str
+
+    def release(self) -> None:
+        self.store._release(self)
+
+
 @dataclass
 class Upload:
     """An upload being written; call `write` with each piece, then `finish` or `abandon`."""
 
     store: UploadStore
+    claim: Claim
     header: UploadHeader
     target: Path
     part: Path
@@ -236,6 +250,7 @@ class Upload:
             self._flush()
             if self.missing:
                 raise transient(f"the file has {self.received} of {self.header.nbytes} bytes")
+            self._check_part()
             md5 = self.digest.hexdigest() if self.digest is not None else signing.file_md5(self.part)
             if md5 != self.header.md5:
                 self.part.unlink(missing_ok=True)
@@ -248,7 +263,18 @@ class Upload:
         """Stop writing and keep what is there; safe to call again."""
         with contextlib.suppress(OSError):
             self.stream.close()
-        self.store.release(self.header.name)
+        self.claim.release()
+
+    def _check_part(self) -> None:
+        """The part in its place is the file that was written, with exactly its bytes; else it goes."""
+        try:
+            written, found = os.fstat(self.stream.fileno()), self.part.stat()
+        except OSError as error:
+            raise _disk_error(error) from error
+        if not os.path.samestat(written, found) or found.st_size != self.header.nbytes:
+            log.error("%s is not the file that was written; it is thrown away", self.part)
+            self.part.unlink(missing_ok=True)
+            raise transient("the file changed while it was written; the upload starts again")
 
     def _flush(self) -> None:
         try:
@@ -274,13 +300,17 @@ def _complete(part: Path, target: Path, mode: int) -> None:
 
 
 class UploadStore:
-    """The project's upload hierarchy. One process writes it; in that process, one writer per name."""
+    """The project's upload hierarchy. One process writes it; in that process, one thread per name.
+
+    Every method may be called from any thread: whoever touches the part files of a name claims it first.
+    """
 
     def __init__(self, tree: ProjectTree) -> None:
         self.tree = tree
         self.completed_mode = tree.config.fuh_set_completed_permission or COMPLETED_MODE
         self.min_free_bytes = tree.config.gt_upload_min_free_mb * 1e6
-        self._writing: set[str] = set()
+        self._claims: dict[str, Claim] = {}
+        self._lock = threading.Lock()  # of the claims; never held while files are touched
 
     def size(self, name: str) -> int:
         """Bytes that need not be sent again. UploadRefused (transient) if there is no room for more.
@@ -291,12 +321,16 @@ class UploadStore:
         if self.tree.is_triggered("stop_upload"):
             raise transient("uploads are stopped for maintenance")
         target = self.tree.upload_path(name)
-        if target.exists():
+        if self._is_complete(name, target):
             return target.stat().st_size
         if self._free_bytes() < self.min_free_bytes:
             raise transient("no disk space left on the server")
-        if name in self._writing:
-            raise transient("the file is being uploaded by another connection")
+        with self._claimed(name):
+            return self._claimed_size(target)
+
+    def _claimed_size(self, target: Path) -> int:
+        if target.exists():
+            return target.stat().st_size
         for part in self._parts(target):
             length, (nbytes, md5) = part.stat().st_size, _part_facts(part)
             if length < nbytes:
@@ -312,22 +346,58 @@ class UploadStore:
         if self.tree.is_triggered("stop_upload"):
             raise transient("uploads are stopped for maintenance")
         target = self.tree.upload_path(header.name)
-        if target.exists():
+        if self._is_complete(header.name, target):
             return None
-        if header.name in self._writing:
-            raise transient("the file is being uploaded by another connection")
+        claim = self._claim(header.name)
+        try:
+            upload = None if target.exists() else self._open(claim, header, target)
+        except BaseException:
+            claim.release()
+            raise
+        if upload is None:
+            claim.release()
+        return upload
+
+    def _open(self, claim: Claim, header: UploadHeader, target: Path) -> Upload:
+        resumed = header.offset > 0
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             part = self._part_for(header, target)
-            stream = part.open("ab")
+            stream = part.open("ab" if resumed else "xb")
         except OSError as error:
             raise _disk_error(error) from error
-        self._writing.add(header.name)
-        digest = hashlib.md5() if header.offset == 0 else None
-        return Upload(self, header, target, part, stream, header.offset, digest)
+        return Upload(self, claim, header, target, part, stream, header.offset, None if resumed else hashlib.md5())
 
-    def release(self, name: str) -> None:
-        self._writing.discard(name)
+    def _is_complete(self, name: str, target: Path) -> bool:
+        """Whether the file is in its place for good.
+
+        In this order: a file that appeared under a claim is durable only when that claim has been given back.
+        """
+        if not target.exists():
+            return False
+        with self._lock:
+            return name not in self._claims
+
+    def _claim(self, name: str) -> Claim:
+        """UploadRefused (transient) if another thread has the name."""
+        claim = Claim(self, name)
+        with self._lock:
+            if self._claims.setdefault(name, claim) is not claim:
+                raise transient("the file is being uploaded by another connection")
+        return claim
+
+    def _release(self, claim: Claim) -> None:
+        with self._lock:
+            if self._claims.get(claim.name) is claim:
+                del self._claims[claim.name]
+
+    @contextlib.contextmanager
+    def _claimed(self, name: str) -> Iterator[None]:
+        claim = self._claim(name)
+        try:
+            yield
+        finally:
+            claim.release()
 
     def _part_for(self, header: UploadHeader, target: Path) -> Path:
         """The part file, exactly `offset` bytes long."""
@@ -349,10 +419,17 @@ class UploadStore:
         return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
 
     def remove(self, name: str) -> None:
-        """Delete a file and what is left of unfinished uploads of it; nothing there is no error."""
+        """Delete a file and what is left of unfinished uploads of it; nothing there is no error.
+
+        Raises BlockingIOError while it is being uploaded: it would come back after its deletion.
+        """
         target = self.tree.upload_path(name)
-        for path in (target, *self._parts(target)):
-            path.unlink(missing_ok=True)
+        try:
+            with self._claimed(name):
+                for path in (target, *self._parts(target)):
+                    path.unlink(missing_ok=True)
+        except UploadRefused:
+            raise BlockingIOError(errno.EAGAIN, "the file is being uploaded", str(target)) from None
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self.tree.config.upload_dir).free

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,140 @@ def test_removal_takes_unfinished_parts_along(tree: ProjectTree) -> None:
     store.remove(head.name)
     assert store.size(head.name) == 0
     assert not list(tree.upload_path(head.name).parent.iterdir())
+
+
+# Many connections at once.
+
+ROUNDS, SENDERS = 40, 8
+
+
+def shaken(seed: int, size: int) -> bytes:
+    return hashlib.shake_256(b"%d" % seed).digest(size)
+
+
+def outcome(store: UploadStore, head: UploadHeader, content: bytes) -> str:
+    try:
+        upload = store.begin(head)
+        if upload is None:
+            return "complete"
+        try:
+            for start in range(0, len(content), 1000):
+                upload.write(content[start : start + 1000])
+            upload.finish()
+        finally:
+            upload.abandon()
+    except UploadRefused as refusal:
+        assert refusal.status == Status.TRANSIENT
+        return str(refusal)
+    return "stored"
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one content", "eight contents"])
+def test_of_simultaneous_uploads_of_a_name_exactly_one_is_stored(
+    tree: ProjectTree, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = UploadStore._parts
+
+    def slowly(store: UploadStore, target: Path) -> list[Path]:
+        found = listed(store, target)
+        os.sched_yield()
+        return found
+
+    monkeypatch.setattr(UploadStore, "_parts", slowly)
+    store = UploadStore(tree)
+    contents = [shaken(0 if same else seed, 5000 if same else 5000 + seed) for seed in range(SENDERS)]
+    for number in range(ROUNDS):
+        name, barrier, told = f"w_{number}_0_r1_0", threading.Barrier(SENDERS), [""] * SENDERS
+
+        def work(each: int, name: str = name, barrier: threading.Barrier = barrier, told: list[str] = told) -> None:
+            content = contents[each]
+            head = header(name=name, nbytes=len(content), md5=hashlib.md5(content).hexdigest())
+            barrier.wait()
+            told[each] = outcome(store, head, content)
+
+        threads = [threading.Thread(target=work, args=(each,)) for each in range(SENDERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert told.count("stored") == 1
+        assert set(told) <= {"stored", "complete", "the file is being uploaded by another connection"}
+        target = tree.upload_path(name)
+        assert target.read_bytes() == contents[told.index("stored")]
+        assert store.size(name) == target.stat().st_size
+        assert not list(target.parent.glob(f"{name}.*")), "no part is left over"
+
+
+def test_name_stays_taken_until_its_own_upload_gives_it_back(tree: ProjectTree) -> None:
+    store, head = UploadStore(tree), header()
+    first = store.begin(head)
+    assert first is not None
+    first.write(b"0123")
+    first.abandon()
+    second = store.begin(head)
+    assert second is not None
+    first.abandon()
+    for refused in (lambda: store.begin(head), lambda: store.size(head.name)):
+        with pytest.raises(UploadRefused, match="another connection") as refusal:
+            refused()
+        assert refusal.value.status == Status.TRANSIENT
+    with pytest.raises(BlockingIOError):
+        store.remove(head.name)
+    second.write(b"0123456789")
+    second.finish()
+    assert store.size(head.name) == 10
+    store.remove(head.name)
+
+
+def test_upload_that_cannot_begin_leaves_the_name_free(tree: ProjectTree) -> None:
+    store, head = UploadStore(tree), header()
+    with pytest.raises(UploadRefused, match="cannot continue"):
+        store.begin(replace(head, offset=4))
+    assert store.size(head.name) == 0
+    send(store, head, b"0123456789")
+    assert store.begin(head) is None
+    assert store.size(head.name) == 10
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "another", "gone"])
+def test_part_that_is_not_what_was_written_never_becomes_the_file(tree: ProjectTree, change: str) -> None:
+    store, head = UploadStore(tree), header()
+    upload = store.begin(head)
+    assert upload is not None
+    upload.write(b"0123456789")
+    upload.stream.flush()
+    if change == "longer":
+        upload.part.write_bytes(b"0123456789+")
+    elif change == "shorter":
+        upload.part.write_bytes(b"012345678")
+    else:
+        upload.part.unlink()
+        if change == "another":
+            upload.part.write_bytes(b"9876543210")
+    with pytest.raises(UploadRefused) as refusal:
+        upload.finish()
+    assert refusal.value.status == Status.TRANSIENT
+    assert not tree.upload_path(head.name).exists()
+    assert store.size(head.name) == 0
+    send(store, head, b"0123456789")
+    assert tree.upload_path(head.name).read_bytes() == b"0123456789"
+
+
+def test_resumed_upload_is_hashed_with_the_part_that_it_continues(tree: ProjectTree) -> None:
+    store, head = UploadStore(tree), header()
+    upload = store.begin(head)
+    assert upload is not None
+    upload.write(b"xxxx")
+    upload.abandon()
+    with pytest.raises(UploadRefused, match="MD5 mismatch"):
+        send(store, replace(head, offset=4), b"456789")
+    assert store.size(head.name) == 0
+    other = replace(head, md5=hashlib.md5(b"9876543210").hexdigest())
+    upload = store.begin(head)
+    assert upload is not None
+    upload.write(b"0123")
+    upload.abandon()
+    with pytest.raises(UploadRefused, match="cannot continue"):
+        send(store, replace(other, offset=4), b"543210")
+    send(store, other, b"9876543210")
+    assert tree.upload_path(head.name).read_bytes() == b"9876543210"
