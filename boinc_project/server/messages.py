@@ -16,8 +16,12 @@ from xml.sax.saxutils import escape
 
 from lxml import etree
 
-#: Largest request that is parsed. Reports carry up to 64 KB of stderr each, so this is generous.
-MAX_REQUEST_BYTES = 16 << 20
+#: Largest request that is read. Usual ones have 6 to 15 kB; a report of many results with long stderr, 1 MB.
+MAX_REQUEST_BYTES = 2 << 20
+
+#: Most `<` and `&` in a request that is parsed. Each can cost the parser some hundred bytes, before anybody
+#: knows whose request it is; a client sends some hundreds, and about 30 more for each result that it reports.
+MAX_REQUEST_MARKUP = 100_000
 
 #: Most elements of one kind that are taken from a request; the rest is ignored (and reported again).
 MAX_REPORTED_RESULTS = 1000
@@ -38,7 +42,6 @@ _END_BYTES = 256
 SCHEDULER_VERSION = 803
 
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
-_CONTROL_BYTES = bytes(code for code in range(32) if code not in (9, 10, 13))
 _CONTROL_BYTES = bytes(code for code in range(32) if code not in b"\t\n\r")
 _DOCTYPE = re.compile(r"<!(?:DOCTYPE|ENTITY)[^>]*>?", re.IGNORECASE)
 
@@ -164,9 +167,11 @@ class SchedulerRequest:
 
 
 def parse_request(body: bytes) -> SchedulerRequest:
-    """Read a scheduler request. Raises RequestError if it is too long or not a request at all."""
+    """Read a scheduler request. Raises RequestError if it is too long or too intricate, or no request at all."""
     if len(body) > MAX_REQUEST_BYTES:
         raise RequestError(f"request of {len(body)} bytes is longer than {MAX_REQUEST_BYTES}")
+    if body.count(b"<") + body.count(b"&") > MAX_REQUEST_MARKUP:
+        raise RequestError("too many elements")
     if b"</scheduler_request>" not in body[-_END_BYTES:]:
         # The parser would make do with half a request, and work would be given to a client that has gone.
         raise RequestError("no </scheduler_request> at the end")

@@ -33,6 +33,7 @@ from boinc_project.scripted_volunteer import (
     upload_body,
 )
 from boinc_project.server import uploads
+from boinc_project.server.messages import MAX_REQUEST_BYTES
 from boinc_project.server.run import LOCK_NAME, EmbeddedServer, ServerError, main
 from boinc_project.states import ClientState, Outcome, ServerState, ValidateState
 from tests.server_project import add_user, add_workunits, as_host, make_project, publish_app, rows, wire_body
@@ -149,7 +150,8 @@ def test_one_unsent_result_goes_to_exactly_one_of_twenty_simultaneous_hosts(tmp_
         for number in range(rounds):
             add_workunits(server.tree, server.db, appid, 1, prefix=f"r{number}")
             wait_for_results(server, number + 1)
-            barrier, replies = threading.Barrier(len(hosts)), []
+            barrier = threading.Barrier(len(hosts))
+            replies: list[Any] = []
 
             def ask(
                 host: ScriptedVolunteer, barrier: threading.Barrier = barrier, replies: list[Any] = replies
@@ -207,10 +209,15 @@ def test_wrong_key_garbage_and_stopped_project_are_answered_politely(server: Emb
 
 def test_request_that_is_too_large_is_refused_with_413(server: EmbeddedServer) -> None:
     url = urlsplit(server.config.scheduler_url)
-    head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {17 << 20}\r\n\r\n"
+    head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {MAX_REQUEST_BYTES + 1}\r\n\r\n"
     with socket.create_connection((url.hostname, url.port), timeout=30) as link:
         link.sendall(head.encode())
         assert link.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_request_of_too_many_elements_is_told_so(server: EmbeddedServer) -> None:
+    body = b"<scheduler_request>\n" + b"<a/>" * 500_000 + b"\n</scheduler_request>\n"
+    assert "Error in request message: too many elements" in _post(server, body)
 
 
 def _post(server: EmbeddedServer, body: bytes) -> str:
@@ -349,6 +356,56 @@ def test_second_simultaneous_upload_of_a_name_is_told_to_retry(
         link.sendall(body[-1:])
         assert _status(link.recv(65536)) == uploads.Status.OK
     assert target(server, file).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one content", "eight contents"])
+def test_simultaneous_uploads_of_a_name_leave_one_whole_file(
+    server: EmbeddedServer, output: tuple[ScriptedVolunteer, FileInfo], same: bool
+) -> None:
+    _, file = output
+    senders = 8
+    contents = [CONTENT[:20_000] if same else CONTENT[each : each + 20_000 + each] for each in range(senders)]
+    for number in range(30):
+        barrier, answers = threading.Barrier(senders), [b""] * senders
+
+        def work(each: int, barrier: threading.Barrier = barrier, answers: list[bytes] = answers) -> None:
+            body = upload_body(file, contents[each])
+            cut = len(body) - len(contents[each]) + 2000
+            barrier.wait()
+            with _connection(server, len(body)) as link:
+                link.sendall(body[:cut])
+                if each % 3 == 0:
+                    time.sleep(0.02)
+                link.sendall(body[cut:])
+                while piece := link.recv(65536):
+                    answers[each] += piece
+
+        threads = [threading.Thread(target=work, args=(each,)) for each in range(senders)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        told = [_status(answer) for answer in answers]
+        assert uploads.Status.OK in told, number
+        for status, answer in zip(told, answers, strict=True):
+            assert status == uploads.Status.OK or b"is being uploaded by another connection" in answer
+        path = target(server, file)
+        stored = path.read_bytes()
+        assert stored in [content for content, status in zip(contents, told, strict=True) if status == 0]
+        assert b"<file_size>%d</file_size>" % len(stored) in _size_query(server, file.name)
+        assert [each.name for each in path.parent.iterdir()] == [file.name]
+        path.unlink()
+
+
+def _connection(server: EmbeddedServer, declared: int) -> socket.socket:
+    """A connection on which an upload of this length has begun."""
+    url = urlsplit(server.config.upload_url)
+    link = socket.create_connection((url.hostname, url.port), timeout=30)
+    link.sendall(
+        f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {declared}\r\n"
+        "Connection: close\r\n\r\n".encode()
+    )
+    return link
 
 
 def test_short_body_is_not_taken_for_complete(

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lxml import etree
 
+from boinc_project.server import messages
 from boinc_project.server.messages import (
     MAX_OTHER_RESULTS,
     MAX_REQUEST_BYTES,
+    MAX_REQUEST_MARKUP,
     HostPart,
     Message,
     RequestError,
@@ -77,6 +79,25 @@ def test_too_long_request_is_refused_before_parsing() -> None:
 def wrapped(inner: str | bytes) -> bytes:
     inner = inner.encode() if isinstance(inner, str) else inner
     return b"<scheduler_request>\n" + inner + b"\n</scheduler_request>\n"
+
+
+@pytest.mark.parametrize("piece", ["<a/>", "&a;", "<![CDATA[]]>", "<!--->", "<"])
+def test_request_of_too_many_elements_is_refused_before_parsing(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = wrapped(piece * (MAX_REQUEST_MARKUP - 1))
+    monkeypatch.setattr(messages, "_parse", lambda _body: pytest.fail("was parsed"))
+    with pytest.raises(RequestError, match="too many elements"):
+        parse_request(body)
+
+
+def test_report_of_a_thousand_results_with_stderr_is_within_the_bounds() -> None:
+    body = wire_body("scheduler-many-reported.request")
+    start = body.index(b"<result>")
+    end = body.index(b"</result>") + len(b"</result>\n")
+    results = b"".join(
+        re.sub(rb"<name>.*?</name>", b"<name>x_%d</name>" % n, body[start:end], count=1) for n in range(1000)
+    )
+    request = parse_request(body[:start] + results + body[end:])
+    assert {f"x_{n}" for n in range(900)} <= {result.name for result in request.results}
 
 
 def test_numbers_are_clamped_and_nan_is_nothing() -> None:
