@@ -241,7 +241,7 @@ class Applier:
             version,
             len(chosen),
             made.samples,
-            "unknown" if loss is None else f"{loss:.4f}",
+            "unknown" if loss is None else f"{loss:.5g}",
         )
 
     def _hold(self, job: JobRow, reason: str) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import sqlalchemy as sa
 
 from boinc_project import local_run, store
@@ -102,7 +104,8 @@ class Evaluator:
         version = int(row["version"])
         graph = Graph.from_bytes(job.folder.evaluation_graph_path.read_bytes())
         microtask, files = evaluation_microtask(job, row)
-        folder = job.folder.path / f"evaluation_{version}"
+        remove_leftovers(job.folder.path)
+        folder = job.folder.path / f"evaluation_{version}_{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
         run = local_run.start(folder, microtask, files)
         return Running(job, version, run, update_types(graph, "evaluation", microtask.steps))
@@ -123,8 +126,16 @@ class Evaluator:
                 .where(gt_version.c.job_id == job.id, gt_version.c.version == version)
                 .values(evaluation=json.dumps(means, sort_keys=True))
             )
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in sorted(means.items()))
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(means.items()))
         log.info("[JOB %s] version %d on held-out data: %s", job.name, version, shown)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the evaluation folders of processes that are gone (a killed assimilator leaves its one)."""
+    for path in folder.glob("evaluation_*_*"):
+        pid = path.name.rpartition("_")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def metric_means(update: Update) -> dict[str, float]:

@@ -89,7 +89,7 @@ def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: Jo
             )
             if disposition != Disposition.DROPPED:
                 store.set_microtask(connection, str(unit["name"]), MicrotaskState.FOLDED)
-            shown = "unknown" if loss is None else f"{loss:.4f}"
+            shown = "unknown" if loss is None else f"{loss:.5g}"
             log.info("[WU#%d %s] taken in (%s), loss %s", unit["id"], unit["name"], disposition, shown)
         store.mark_assimilated(connection, int(unit["id"]), int(now))
 

@@ -9,6 +9,7 @@ when the configuration is wrong. Descriptors inherited from bin/start (its lock)
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from types import FrameType
 
 from boinc_project import __version__
 
+PARENT_VARIABLE = "BOINC_TRAIN_PARENT"
 EXIT_CONFIGURATION = 1  # BOINC's daemons use 1 for bad options, configuration and database
 DEFAULT_DEBUG_LEVEL = 3
 FIRST_RETRY_S = 2.0
@@ -196,8 +198,18 @@ def set_up_log(debug_level: int) -> None:
         logging.getLogger("sqlalchemy").setLevel(logging.WARNING)
 
 
+def orphaned() -> bool:
+    """Whether the starter that wrote its process id into our environment is gone.
+
+    `boinc-train serve` does that, so that its children do not outlive it, however it ends. Under BOINC's own
+    bin/start the variable is not set and daemons belong to nobody.
+    """
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    return parent.isdigit() and int(parent) != os.getppid()
+
+
 class Stopper:
-    """Knows whether the daemon should stop: a signal came, or PROJECT/stop_daemons exists."""
+    """Knows whether the daemon should stop: a signal came, PROJECT/stop_daemons exists, or its starter is gone."""
 
     def __init__(self, project_dir: Path) -> None:
         self._file = project_dir / "stop_daemons"
@@ -213,7 +225,7 @@ class Stopper:
 
     def check(self) -> None:
         """Raise StopRequested if it is time to stop; call it between workunits."""
-        if self._signalled or self._file.exists():
+        if self._signalled or self._file.exists() or orphaned():
             raise StopRequested
 
     def sleep(self, seconds: float) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from boinc_project.config import ConfigError
+from boinc_project.daemon import PARENT_VARIABLE
 
 LOG_DIRECTORY = "log"
 PID_FILE = "boinc-train.pid"
@@ -103,7 +104,12 @@ class Processes:
         child.started = time.monotonic()
         path = self.log_path(child.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ, BOINC_PROJECT_DIR=str(self.project_dir), PYTHONUNBUFFERED="1")
+        environment = {
+            **os.environ,
+            "BOINC_PROJECT_DIR": str(self.project_dir),
+            "PYTHONUNBUFFERED": "1",
+            PARENT_VARIABLE: str(os.getpid()),
+        }
         with open(path, "ab") as log:
             child.process = subprocess.Popen(
                 child.command,

@@ -7,7 +7,9 @@ lies in a transaction that re-checks it. What it is not: a decision about anythi
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,6 +286,30 @@ def retire_unsent(connection: Connection, workunit_id: int) -> None:
         )
         .values(server_state=int(ServerState.OVER), outcome=int(Outcome.DIDNT_NEED))
     )
+
+
+def commonest_error(connection: Connection, workunit_names: Sequence[str]) -> str:
+    """`: 6 of 6 failed tasks ended with exit status 12 (last words)`, or '' if no task of these failed."""
+    query = (
+        sa.select(result.c.exit_status, result.c.stderr_out)
+        .join(workunit, workunit.c.id == result.c.workunitid)
+        .where(workunit.c.name.in_(list(workunit_names)), result.c.outcome == int(Outcome.CLIENT_ERROR))
+        .order_by(result.c.id)
+    )
+    failed = [(int(status), str(text or "")) for status, text in connection.execute(query)]
+    if not failed:
+        return ""
+    status, number = Counter(status for status, _ in failed).most_common(1)[0]
+    return f": {number} of {len(failed)} failed tasks ended with exit status {status}{_last_words(failed, status)}"
+
+
+def _last_words(failed: Sequence[tuple[int, str]], status: int) -> str:
+    """The last telling line that a task with this status wrote, as printable text; a volunteer's words."""
+    text = next((text for found, text in reversed(failed) if found == status and text), "")
+    lines = [re.sub(r"<[^>]*>|\]\]>", "", line).strip() for line in text.splitlines()]
+    telling = [line for line in lines if line and "boinc_finish" not in line and not line.startswith("<")]
+    words = "".join(c for c in (telling[-1] if telling else "") if c.isprintable())[:200]
+    return f" ({words})" if words else ""
 
 
 # Ledger and rounds

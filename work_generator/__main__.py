@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -22,7 +23,7 @@ from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, workunit
 from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
-from boinc_project.job_folder import Published
+from boinc_project.job_folder import Published, sha256
 from boinc_project.project_tree import ProjectTree, PublishedFile
 from boinc_project.states import NEVER, AssimilateState
 from boinc_project.store import JobRow
@@ -46,6 +47,7 @@ class Generator:
     stopper: Stopper
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
+    verified: dict[str, tuple[int, int]] = field(default_factory=dict)  # file name -> size and mtime when checked
 
     def one_pass(self) -> bool:
         """Look at every job once; returns whether anything was done."""
@@ -83,7 +85,9 @@ class Generator:
                 f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
             )
         if len(given_up) == slots:
-            self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times")
+            with self.database.read() as connection:
+                cause = store.commonest_error(connection, [str(row["workunit_name"]) for row in rows])
+            self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
             return True
         wanted = supply.slots_to_issue(rows, slots)
         for issue in wanted:
@@ -185,10 +189,23 @@ class Generator:
         """A workunit whose input is missing fails on every host and costs them quota: never make one."""
         for file in content.files.values():
             path = self.tree.download_path(file.name)
-            if not path.exists() or path.stat().st_size != file.size:
-                note = f"the published file {path} is missing or has another size; restore it, then resume the job"
+            if not self._is_published(path, file):
+                note = f"the published file {path} is missing or changed; restore it, then resume the job"
                 self._fail(job, note)
                 return False
+        return True
+
+    def _is_published(self, path: Path, file: Published) -> bool:
+        """Whether the file is there with the recorded bytes; read again only when its size or time has changed."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return False
+        seen = (status.st_size, status.st_mtime_ns)
+        if self.verified.get(file.name) != seen:
+            if status.st_size != file.size or sha256(path.read_bytes()) != file.sha256:
+                return False
+            self.verified[file.name] = seen
         return True
 
     def _wait_for_transitioner(self, appid: int) -> None:

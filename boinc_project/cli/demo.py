@@ -112,6 +112,8 @@ def fresh_folder(path: Path) -> Path:
     path = path.resolve()
     if not path.parent.is_dir():
         raise Mistake(f"the folder {path.parent} does not exist; create it or choose another --output")
+    if path.exists() and not path.is_dir():
+        raise Mistake(f"{path} is a file; give a folder as --output")
     if path.exists() and any(path.iterdir()):
         if not (path / MARKER).exists():
             raise Mistake(f"{path} is not empty and not from an earlier demo; choose another --output")

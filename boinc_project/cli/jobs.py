@@ -101,10 +101,14 @@ def replay(name: str, project_dir: Path | None) -> None:
         with database.read() as connection:
             found = named_job(connection, name)
             recorded = {int(r["version"]): str(r["state_sha256"]) for r in store.versions(connection, found.id)}
-        made = replay_ledger(database, found)
+        try:
+            made = replay_ledger(database, found)
+        except FileNotFoundError as error:
+            raise Mistake(f"{error.filename} is missing, so job {name!r} cannot be replayed; restore it") from error
     for version, digest in made.items():
         if recorded[version] != digest:
             raise Mistake(f"version {version} of job {name!r} is not what its ledger makes: {digest} is computed")
+        read_state(found, version, digest)  # the file on disk must be those very bytes
     click.echo(f"Versions {min(made)} to {max(made)} of job {name!r} are exactly what the ledger makes.")
 
 
@@ -143,7 +147,7 @@ def show(name: str, project_dir: Path | None) -> None:
     table = Table("version", "loss", "held-out", "contributions", "samples", "made")
     for row in versions[-20:]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))
-        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+        loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
         held_out = metrics_text(row["evaluation"]) if row["evaluation"] else ""
         values = (str(row["version"]), loss, held_out, str(row["contributions"]), str(row["samples"]), made)
         table.add_row(*values)
@@ -200,10 +204,8 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
     if target is None or version > found.current_version:
         raise Mistake(f"job {name!r} has no version {version}; it has versions 0 to {found.current_version}")
     # The state must be published again before workunits name it; files come before rows.
-    try:
-        data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
-    except FileNotFoundError as error:
-        raise Mistake(not_kept(found, version)) from error
+    read_state(found, version, str(target["state_sha256"]))
+    data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
     from work_generator.publish import Publisher
 
     published = Publisher(tree, found.name).state(version, data)
@@ -229,6 +231,12 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
             .where(gt_job.c.id == found.id)
             .values(current_version=version, state=str(JobState.PAUSED), note=f"rolled back to version {version}")
         )
+    for base_version, path in found.folder.payload_files():
+        if base_version >= version:
+            path.unlink(missing_ok=True)
+    for later, path in found.folder.version_files():
+        if later > version:
+            path.unlink(missing_ok=True)
 
 
 def change_state(project_dir: Path | None, name: str, allowed: set[JobState], new: JobState) -> None:
@@ -284,20 +292,31 @@ def write_weights(found: JobRow, row: Mapping[str, Any], path: Path) -> None:
     """A version's state_dict: every name of the model's own state_dict, loadable with load_state_dict."""
     from safetensors.numpy import save
 
-    try:
-        tensors = found.folder.read_state(int(row["version"]), str(row["state_sha256"]))
-    except FileNotFoundError as error:
-        raise Mistake(not_kept(found, int(row["version"]))) from error
+    tensors = read_state(found, int(row["version"]), str(row["state_sha256"]))
     if found.facts.constants is not None:
         tensors.update(tensorfile.read(found.folder.constants_path).tensors)
     state_dict = {name: tensors[inner].copy() for name, inner in sorted(found.facts.state_dict.items())}
     metadata = {"job": found.name, "version": str(row["version"])}
-    tensorfile.write_bytes(path, save(state_dict, metadata))
+    try:
+        tensorfile.write_bytes(path, save(state_dict, metadata))
+    except OSError as error:
+        raise Mistake(f"{path} cannot be written ({error.strerror}); choose another --output") from error
+
+
+def read_state(found: JobRow, version: int, digest: str) -> dict[str, Any]:
+    """The state of a version from disk; a Mistake if it is not there any more, ContractError if it is damaged."""
+    try:
+        return found.folder.read_state(version, digest)
+    except FileNotFoundError as error:
+        raise Mistake(not_kept(found, version)) from error
 
 
 def not_kept(found: JobRow, version: int) -> str:
-    """The sentence for a version whose files were deleted."""
-    return (
-        f"version {version} of job {found.name!r} is no longer on disk: keep_versions in [supply] is"
-        f" {found.config.supply.keep_versions}; choose a newer one"
-    )
+    """The sentence for a version whose files are not on disk."""
+    keep = found.config.supply.keep_versions
+    if keep and version <= found.current_version - keep:
+        return (
+            f"version {version} of job {found.name!r} is no longer on disk: keep_versions in [supply] is {keep};"
+            " choose a newer one"
+        )
+    return f"the file of version {version} of job {found.name!r} is missing in {found.folder.path}; restore it"

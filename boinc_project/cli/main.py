@@ -15,6 +15,9 @@ from boinc_project.cli.local import export, run
 from boinc_project.cli.project import build_app, serve
 from boinc_project.cli.status import status
 
+# With a file name in them these are about a path that the user gave or a folder the user changed.
+PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
 
 class Group(click.Group):
     """Turns exceptions that mean "the user must change something" into one sentence and exit status 2."""
@@ -25,6 +28,11 @@ class Group(click.Group):
         except user_mistakes() as error:
             text = " ".join(str(error).split())
             print(f"boinc-train: {text}", file=sys.stderr)
+            ctx.exit(2)
+        except PATH_ERRORS as error:
+            if error.filename is None:
+                raise
+            print(f"boinc-train: {error.filename}: {error.strerror}; check the path", file=sys.stderr)
             ctx.exit(2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ from boinc_project.server.run import ProjectLock
 APP_NAME = "gradient"
 APP_TITLE = "Gradient training"
 DEFAULT_PORT = 8080
+# What an interrupted start may have left in a new project's folder.
+PROJECT_ENTRIES = ("apps", "cgi-bin", "download", "keys", "templates", "upload", "project.sqlite", "log", ".")
 DEFAULT_SLEEP_S = 0.25
 
 project_option = click.option(
@@ -64,6 +67,7 @@ def open_project(project_dir: Path | None) -> ProjectTree:
 @click.option("--name", default="boinc-train", show_default=True, help="The project's name, shown to volunteers.")
 @click.option(
     "--sleep-interval",
+    type=click.FloatRange(0.01, 3600),
     default=DEFAULT_SLEEP_S,
     show_default=True,
     help="Seconds between the daemons' passes.",
@@ -92,9 +96,10 @@ def serve(
     Starts the embedded BOINC server and the three daemons; their logs are in PROJECT_DIR/log.
     """
     console = Console(stderr=True)
+    check_address(address, url, allow_plain_http)
     # One account's two computers can only both be sent a microtask if the scheduler lets them.
     options = {"one_result_per_user_per_wu": 0} if votes == "host" else {}
-    tree = prepare_project(project_dir, port, name, options, url or f"http://{address}:{port}/train/")
+    tree = prepare_project(project_dir, port, name, options, url, address)
     if votes == "host" and tree.config.one_result_per_user_per_wu:
         raise Mistake(
             f"--votes host needs <one_result_per_user_per_wu>0 in {tree.project_dir / 'config.xml'}; otherwise one"
@@ -126,14 +131,14 @@ def prepare_project(
     name: str,
     options: Mapping[str, str | int | float] | None = None,
     url: str | None = None,
+    address: str = "127.0.0.1",
 ) -> ProjectTree:
-    """Open the embedded project in a folder, or make one there; the address of an existing one must be the same."""
+    """Open the embedded project in a folder, or make one there; an existing one keeps its URL and port."""
     if not 1 <= port <= 65535:
         raise Mistake(f"port {port} does not exist; choose one from 1024 to 65535")
-    url = url or f"http://127.0.0.1:{port}/train/"
     if (project_dir / "config.xml").is_file():
         tree = ProjectTree(project_dir)
-        if tree.config.master_url != url:
+        if (url is not None and url != tree.config.master_url) or (url is None and port != port_of(tree)):
             raise Mistake(
                 f"the project in {project_dir} has the address {tree.config.master_url}, which clients remember;"
                 f" serve it there (--url, --address, --port), or make a new project in another folder"
@@ -144,11 +149,11 @@ def prepare_project(
         check_not_served(project_dir)
         check_port(port)
     else:
-        parent = project_dir if project_dir.exists() else project_dir.parent
-        if not parent.is_dir():
-            raise Mistake(f"the folder {parent} does not exist; create it or choose another place for the project")
+        check_new_folder(project_dir)
         check_port(port)
-        tree = create_project(project_dir, master_url=url, long_name=name, options=options)
+        tree = create_project(
+            project_dir, master_url=url or f"http://{address}:{port}/train/", long_name=name, options=options
+        )
     with tree.database() as database:
         store.create_own_tables(database)
         add_app(database, APP_NAME, APP_TITLE)
@@ -161,6 +166,34 @@ def check_not_served(project_dir: Path) -> None:
     lock = ProjectLock(project_dir)
     lock.acquire()
     lock.release()
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a place where no project can or should be made: a project fills a folder of its own."""
+    if not folder.exists():
+        if not folder.parent.is_dir():
+            raise Mistake(f"the folder {folder.parent} does not exist; create it or choose another place")
+        return
+    if not folder.is_dir():
+        raise Mistake(f"{folder} is a file; give a folder for the project")
+    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(PROJECT_ENTRIES))
+    if others:
+        raise Mistake(f"{folder} is not empty (it holds {others[0]}) and is no project; choose a folder of its own")
+
+
+def check_address(address: str, url: str | None, allow_plain_http: bool) -> None:
+    """Refuse an address that cannot be listened on, or that would carry volunteers' traffic unprotected unasked."""
+    try:
+        loopback = ipaddress.ip_address(address).is_loopback
+    except ValueError as error:
+        raise Mistake(f"{address!r} is not an IP address; give one of this machine's, such as 127.0.0.1") from error
+    if not loopback and not allow_plain_http and not (url or "").startswith("https://"):
+        raise Mistake(
+            f"{address} is reachable from other computers and plain HTTP protects nothing on the way; put a proxy with"
+            " TLS in front and give its --url, or add --allow-plain-http"
+        )
+    if url is None and ipaddress.ip_address(address).is_unspecified:
+        raise Mistake(f"volunteers cannot attach to {address}; give the address that they use with --url")
 
 
 def check_port(port: int) -> None:

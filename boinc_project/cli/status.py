@@ -12,11 +12,11 @@ import sqlalchemy as sa
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from boinc_project import store
 from boinc_project.cli.project import open_project, project_option
-from boinc_project.database import Database, host, result
+from boinc_project.database import Database, app, host, result
 from boinc_project.gt_tables import gt_job
 from boinc_project.states import Outcome, ServerState, ValidateState
 
@@ -55,8 +55,13 @@ def render(database: Database) -> Group:
         )
 
 
+def column(title: str) -> Column:
+    """A column that is never cut, for names that one copies into the next command."""
+    return Column(title, overflow="fold", no_wrap=False, min_width=12)
+
+
 def _job_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table("job", "state", "version", "loss", "held-out", "s/version", "last", "note", title="jobs")
+    table = Table(column("job"), "state", "version", "loss", "held-out", "s/version", "last", "note", title="jobs")
     for job in jobs:
         versions = store.versions(connection, job.id)
         losses = [row["loss"] for row in versions if row["loss"] is not None]
@@ -67,7 +72,7 @@ def _job_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
             job.name,
             job.state,
             f"{job.current_version}/{job.config.train.max_versions}",
-            f"{losses[-1]:.4f}" if losses else "",
+            f"{losses[-1]:.4g}" if losses else "",
             metrics_text(evaluated[-1]) if evaluated else "",
             f"{pace:.1f}" if pace else "",
             ago(times[-1]) if times else "",
@@ -77,10 +82,11 @@ def _job_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
 
 
 def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table("app's results", "unsent", "in progress", "valid", "invalid", "errors", "no reply", title="work")
+    table = Table("results of", "unsent", "in progress", "valid", "invalid", "errors", "no reply", title="work")
     for appid in sorted({job.appid for job in jobs}):
         counts = result_counts(connection, appid)
-        table.add_row(str(appid), *(str(counts[key]) for key in QUEUE_COLUMNS))
+        name = connection.execute(sa.select(app.c.name).where(app.c.id == appid)).scalar()
+        table.add_row(escape(str(name)), *(str(counts[key]) for key in QUEUE_COLUMNS))
     return table
 
 
@@ -121,7 +127,7 @@ def _host_table(connection: sa.Connection) -> Table:
             str(row["userid"]),
             escape(str(row["domain_name"] or "")),
             str(row["p_ncpus"]),
-            f"{row['total_credit']:.2f}",
+            f"{row['total_credit']:.3g}",
             str(busy.get(row["id"], 0)),
             ago(float(row["rpc_time"])),
         )

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from boinc_project import database
 from boinc_project.config import ConfigError, ProjectConfig
+from boinc_project.daemon import orphaned
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server.file_deleter import FileDeleter
@@ -369,7 +370,7 @@ def serve(
         return 2
     try:
         while not stopping.wait(0.5):
-            if server.tree.is_triggered("stop_daemons") or not server.is_running:
+            if server.tree.is_triggered("stop_daemons") or not server.is_running or orphaned():
                 break
     finally:
         server.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -281,3 +283,81 @@ def test_a_project_without_jobs_is_opened_and_says_so(tmp_path: Path) -> None:
     )
     found = boinc_train("status", "--project", tree.project_dir)
     assert found.exit_code == 0 and "no jobs yet" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--address", "0.0.0.0"], ["reachable from other computers", "--allow-plain-http"]),
+        (["--address", "0.0.0.0", "--allow-plain-http"], ["--url"]),
+        (["--address", "999.1.1.1"], ["not an IP address"]),
+        (["--address", "localhost"], ["not an IP address"]),
+    ],
+)
+def test_an_unusable_address_is_refused_before_a_project_is_made(
+    tmp_path: Path, arguments: list[str], parts: list[str]
+) -> None:
+    folder = tmp_path / "project"
+    mistake(boinc_train("serve", folder, "--port", "8999", *arguments), *parts)
+    assert not folder.exists()
+
+
+def test_a_project_is_not_made_in_a_folder_of_other_things(tmp_path: Path, job_folder: Path) -> None:
+    before = sorted(path.name for path in job_folder.iterdir())
+    mistake(boinc_train("serve", job_folder), "is not empty", "folder of its own")
+    assert sorted(path.name for path in job_folder.iterdir()) == before
+    file = tmp_path / "file"
+    file.touch()
+    mistake(boinc_train("serve", file), "is a file")
+    mistake(boinc_train("demo", "--output", file), "is a file")
+
+
+def test_output_paths_that_cannot_be_written_are_named(project: TinyProject, tmp_path: Path) -> None:
+    where = ["--project", project.tree.project_dir]
+    mistake(boinc_train("weights", "tiny", "--output", tmp_path, *where), str(tmp_path), "cannot be written")
+    file = tmp_path / "file"
+    file.touch()
+    mistake(boinc_train("export", TINY_JOB, "--output", file), str(file))
+    mistake(boinc_train("run", TINY_JOB, "--keep", file), str(file))
+
+
+def test_replay_notices_a_damaged_version_and_a_missing_gradient(project: TinyProject) -> None:
+    project.make_version()
+    project.make_version()
+    where = ["--project", project.tree.project_dir]
+    assert boinc_train("job", "replay", "tiny", *where).exit_code == 0
+    (path,) = (path for version, path in project.job.folder.version_files() if version == 1 and "state" in path.name)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    mistake(boinc_train("job", "replay", "tiny", *where), "is damaged")
+    data[-1] ^= 1
+    path.write_bytes(data)
+    _, payload = project.job.folder.payload_files()[0]
+    payload.unlink()
+    mistake(boinc_train("job", "replay", "tiny", *where), payload.name, "is missing")
+
+
+def test_the_processes_of_a_killed_starter_end_with_it(project: TinyProject) -> None:
+    directory = project.tree.project_dir
+    port = project.tree.config.master_url.split(":")[2].split("/")[0]
+    command = [sys.executable, "-m", "boinc_project.cli", "serve", str(directory), "--port", port]
+    starter = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=volunteer_environment())
+    children: list[psutil.Process] = []
+    try:
+        assert starter.stderr is not None
+        assert b"Serving" in starter.stderr.readline()
+        children = psutil.Process(starter.pid).children()
+        assert len(children) == 4
+        starter.kill()
+        starter.wait()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+    finally:
+        for process in children:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        starter.kill()
+        starter.wait()
+        assert starter.stderr is not None
+        starter.stderr.close()

@@ -117,6 +117,16 @@ def test_a_missing_input_stops_the_job_before_any_workunit_exists_and_resuming_a
     assert len(project.issue()) == 4
 
 
+def test_an_input_whose_bytes_changed_stops_the_job_before_any_workunit_exists(project: TinyProject) -> None:
+    path = next(project.tree.config.download_dir.rglob("gt_tiny_train0_*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    project.generator().one_pass()
+    assert project.job.state == JobState.FAILED and path.name in project.job.note
+    assert project.rows(database.workunit) == []
+
+
 def test_a_job_whose_every_slot_failed_three_times_stops_and_says_so(project: TinyProject) -> None:
     for _ in range(3):
         project.issue()
