@@ -16,8 +16,8 @@ from xml.sax.saxutils import escape
 
 from lxml import etree
 
-#: Largest request that is read. Usual ones have 6 to 15 kB; a report of many results with long stderr, 1 MB.
-MAX_REQUEST_BYTES = 2 << 20
+#: Largest request that is read. Usual ones have 6 to 15 kB; a report of sixty results, each with the longest stderr, 4 MB.
+MAX_REQUEST_BYTES = 4 << 20
 
 #: Most `<` and `&` in a request that is parsed. Each can cost the parser some hundred bytes, before anybody
 #: knows whose request it is; a client sends some hundreds, and about 30 more for each result that it reports.
