@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 from lxml import etree
 
-#: Largest request that is read. Usual ones have 6 to 15 kB; a report of sixty results, each with the longest stderr, 4 MB.
+#: Largest request that is read. Usual ones have 6 to 15 kB; sixty results, each with the longest stderr, 4 MB.
 MAX_REQUEST_BYTES = 4 << 20
 
 #: Most `<` and `&` in a request that is parsed. Each can cost the parser some hundred bytes, before anybody
