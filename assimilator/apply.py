@@ -31,7 +31,7 @@ from boinc_project.contract.errors import ContractError
 from boinc_project.database import Database
 from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_version
 from boinc_project.job_config import JobConfig
-from boinc_project.job_folder import Published
+from boinc_project.job_folder import Published, state_file_name
 from boinc_project.project_tree import ProjectTree
 from boinc_project.store import JobRow, Member
 from boinc_project.supply_limits import MAX_ATTEMPTS
@@ -205,7 +205,7 @@ class Applier:
     def _publish(self, job: JobRow, version: int, made: NewVersion, chosen: Sequence[Row]) -> None:
         path, digest, optimizer_digest = job.folder.write_version(version, made.state, made.optimizer)
         data = path.read_bytes()
-        name = f"gt_{job.name}_v{version}_{digest[:16]}.safetensors"
+        name = state_file_name(job.name, version, digest)
         staged = self._tree.stage_file(data, name)
         published = Published(name, digest, staged.md5, staged.nbytes)
         loss = round_loss(chosen)

@@ -226,6 +226,11 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in matches if match]
 
 
+def state_file_name(job: str, version: int, digest: str) -> str:
+    """Physical name under which a model version's state is published; one name, one content, for ever."""
+    return f"gt_{job}_v{version}_{digest[:16]}.safetensors"
+
+
 def state_bytes(state: Mapping[str, Array]) -> bytes:
     """The one file form of a state: a version *is* these bytes, so it is identified by their SHA-256."""
     return tensorfile.to_bytes(state, {"format": "boinc-train-state"})

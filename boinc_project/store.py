@@ -101,6 +101,11 @@ def jobs(connection: Connection, *states: JobState) -> list[JobRow]:
     return [job_row(dict(row)) for row in connection.execute(query).mappings()]
 
 
+def job_with_id(connection: Connection, job_id: int) -> JobRow | None:
+    row = connection.execute(sa.select(gt_job).where(gt_job.c.id == job_id)).mappings().first()
+    return None if row is None else job_row(dict(row))
+
+
 def job_named(connection: Connection, name: str) -> JobRow | None:
     row = connection.execute(sa.select(gt_job).where(gt_job.c.name == name)).mappings().first()
     return None if row is None else job_row(dict(row))

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
 from boinc_project import store
@@ -96,7 +95,7 @@ class Validator:
                 unit = dict(row)
                 results = store.results_of(connection, identifier)
                 task = store.microtask_of(connection, str(unit["name"]))
-                job = None if task is None else _job(connection, int(task["job_id"]))
+                job = None if task is None else store.job_with_id(connection, int(task["job_id"]))
             if task is None or job is None:
                 self._once_parked(identifier, f"[WU#{identifier} {unit['name']}] is not one of our microtasks")
                 return False
@@ -196,13 +195,6 @@ class Validator:
     def _once_parked(self, identifier: int, text: str) -> None:
         self.not_before[identifier] = float("inf")
         log.warning("%s; it is left alone", text)
-
-
-def _job(connection: Connection, job_id: int) -> JobRow | None:
-    for job in store.jobs(connection):
-        if job.id == job_id:
-            return job
-    return None
 
 
 def _same(read: store.Row, locked: store.Row) -> bool:

@@ -47,6 +47,7 @@ class Generator:
     stopper: Stopper
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
+    advised: set[int] = field(default_factory=set)  # ids of jobs whose advice has been logged
     verified: dict[str, tuple[int, int]] = field(default_factory=dict)  # file name -> size and mtime when checked
 
     def one_pass(self) -> bool:
@@ -170,13 +171,16 @@ class Generator:
 
     def _advise(self, job: JobRow) -> None:
         """Say once how long a task should last on the lines that the job's settings describe."""
+        if job.id in self.advised:
+            return
         with self.database.read() as connection:
             state = _published_state(connection, job, job.current_version)
         if state is None:
             return
+        self.advised.add(job.id)
         hosts, lines = job.config.train.microtasks_per_version * job.config.workunit.min_quorum, job.config.supply
         seconds = least_seconds_per_task(state.size, lines.host_bandwidth, hosts, lines.server_bandwidth)
-        self._once(f"[JOB {job.name}] a version is {state.size} bytes: a task should last at least {seconds:.2g} s")
+        log.info("[JOB %s] a version is %d bytes: a task should last at least %.2g s", job.name, state.size, seconds)
 
     def _fail(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason, until an admin resumes it."""

@@ -30,7 +30,7 @@ from boinc_project.contract.update import max_update_bytes, update_types
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job, gt_version
 from boinc_project.job_config import JobConfig, JobError
-from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Published, Shard, sha256
+from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Published, Shard, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
 from work_generator.export import ExportedJob
 from work_generator.job import Job
@@ -195,11 +195,6 @@ class Publisher:
         if self._tree is not None:
             self._tree.stage_file(data, name)
         return Published(name, sha256(data), hashlib.md5(data).hexdigest(), len(data))
-
-
-def state_file_name(job: str, version: int, digest: str) -> str:
-    """Physical name of a model version's state."""
-    return f"gt_{job}_v{version}_{digest[:16]}.safetensors"
 
 
 def _shards(job: Job, split: str, folder: JobFolder, publisher: Publisher, progress: Progress) -> tuple[Shard, ...]:
