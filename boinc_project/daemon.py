@@ -54,8 +54,10 @@ class Options:
     """The command line of a daemon.
 
     mod        (n, r): handle only ids with id % n == r
+    wu_id      handle only this workunit; min_wu_id and max_wu_id bound the ids likewise
+    limit      end after so many workunits (`--one_pass_N_WU`)
     sleep_interval   seconds between passes that found nothing to do
-    own        values of the program's own options by name
+    own        values of the program's own options by name; a flag that was given has the value "1"
     """
 
     app: str = "gradient"
@@ -65,11 +67,16 @@ class Options:
     mod: tuple[int, int] | None = None
     sleep_interval: float = 5.0
     wu_id: int | None = None
+    min_wu_id: int = 0
+    max_wu_id: int | None = None
+    limit: int | None = None
     own: Mapping[str, str] = field(default_factory=dict)
 
     def takes(self, identifier: int) -> bool:
         """Whether this instance handles the row with this id."""
         if self.wu_id is not None and identifier != self.wu_id:
+            return False
+        if identifier < self.min_wu_id or (self.max_wu_id is not None and identifier > self.max_wu_id):
             return False
         return self.takes_job(identifier)
 
@@ -85,8 +92,10 @@ def parse_options(
     about: str,
     default_sleep: float,
     own: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Options:
-    """Read BOINC-style options. `own` maps the program's further value options to their help text.
+    """Read BOINC-style options. `own` maps the program's further value options to their help text, `flags`
+    those without a value.
 
     Prints usage and exits 0 for -h/--help, the version for -v/--version; raises UsageError otherwise.
     """
@@ -104,7 +113,7 @@ def parse_options(
         option = rest.pop(0)
         name = option.lstrip("-") if option.startswith("-") else ""
         if name in ("h", "help"):
-            print(usage(program, about, default_sleep, own or {}))
+            print(usage(program, about, default_sleep, own or {}, flags or {}))
             raise SystemExit(0)
         if name in ("v", "version"):
             print(f"{program} (boinc-train) {__version__}")
@@ -115,12 +124,16 @@ def parse_options(
             changes["app"] = take(option, "an application name")
         elif name == "one_pass":
             changes["one_pass"] = True
-        elif name == "dry_run":
+        elif name in ("dry_run", "dont_update_db"):  # the second is what BOINC's assimilator calls it
             changes["dry_run"] = True
+        elif name == "one_pass_N_WU":
+            changes["one_pass"], changes["limit"] = True, _whole(take(option, "a number"), option, program, 1)
         elif name == "sleep_interval":
             changes["sleep_interval"] = _seconds(take(option, "seconds"), option, program)
         elif name == "wu_id":
             changes["wu_id"] = _whole(take(option, "a workunit id"), option, program, 1)
+        elif name in ("min_wu_id", "max_wu_id"):
+            changes[name] = _whole(take(option, "a workunit id"), option, program, 1)
         elif name == "mod":
             divisor = _whole(take(option, "two numbers"), option, program, 1)
             remainder = _whole(take(option, "two numbers"), option, program, 0)
@@ -129,12 +142,14 @@ def parse_options(
             changes["mod"] = (divisor, remainder)
         elif own and name in own:
             values[name] = take(option, "a value")
+        elif flags and name in flags:
+            values[name] = "1"
         else:
             raise UsageError(f"{program}: unknown option {option}; see {program} --help")
     return replace(found, own=values, **changes)  # type: ignore[arg-type]
 
 
-def usage(program: str, about: str, default_sleep: float, own: Mapping[str, str]) -> str:
+def usage(program: str, about: str, default_sleep: float, own: Mapping[str, str], flags: Mapping[str, str]) -> str:
     """The text of --help."""
     lines = [
         f"Usage: {program} [options]",
@@ -148,9 +163,12 @@ def usage(program: str, about: str, default_sleep: float, own: Mapping[str, str]
         "  --mod N R             handle only rows whose id modulo N is R",
         f"  --sleep_interval S    seconds between passes (default: {default_sleep:g})",
         "  --wu_id ID            handle only this workunit",
-        "  --dry_run             say what would be done, change nothing",
+        "  --min_wu_id ID        handle no workunit below this id; --max_wu_id ID: none above",
+        "  --one_pass_N_WU N     handle N workunits at most, then exit",
+        "  --dry_run             say what would be done, change nothing (also --dont_update_db)",
     ]
     lines += [f"  --{name} VALUE".ljust(24) + text for name, text in own.items()]
+    lines += [f"  --{name}".ljust(24) + text for name, text in flags.items()]
     return "\n".join([*lines, "  -h, --help            this text", "  -v, --version         version"])
 
 

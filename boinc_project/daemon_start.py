@@ -53,6 +53,7 @@ def start(
     about: str,
     default_sleep: float,
     own: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
     check: Callable[[Options], None] = lambda options: None,
 ) -> Started | int:
     """Read the command line and open the project; `check` may raise UsageError about the program's own options.
@@ -66,6 +67,7 @@ def start(
             about=about,
             default_sleep=default_sleep,
             own=own,
+            flags=flags,
         )
         check(options)
         project_dir = find_project_dir()

@@ -37,6 +37,17 @@ def test_options_take_one_or_two_dashes(dashes: str) -> None:
     assert parse(f"{dashes}debug_level", "2").debug_level == 2
 
 
+@pytest.mark.parametrize("dashes", ["-", "--"])
+def test_boincs_own_names_for_bounds_and_dry_runs_are_taken(dashes: str) -> None:
+    found = parse(f"{dashes}one_pass_N_WU", "10", f"{dashes}min_wu_id", "3", f"{dashes}max_wu_id", "5")
+    assert (found.one_pass, found.limit, found.min_wu_id, found.max_wu_id) == (True, 10, 3, 5)
+    assert [identifier for identifier in range(1, 9) if found.takes(identifier)] == [3, 4, 5]
+    assert parse(f"{dashes}dont_update_db").dry_run
+    assert parse_options(
+        [f"{dashes}fast"], program="gt_test", about="Tests.", default_sleep=5, flags={"fast": "no value"}
+    ).own == {"fast": "1"}
+
+
 def test_defaults_are_those_of_boinc() -> None:
     assert parse() == Options(app="gradient", debug_level=3, one_pass=False, mod=None, sleep_interval=5, own={})
 
