@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Connection, Dialect, Engine, make_url
+from sqlalchemy.exc import DBAPIError
 
 #: Bytes that a `blob` column of BOINC's schema holds (MySQL BLOB).
 BLOB_LIMIT = 65535
@@ -31,7 +33,57 @@ APP_VERSION_XML_LIMIT = 262144
 #: Seconds that a writer waits for another one on SQLite before it gives up.
 SQLITE_BUSY_TIMEOUT_S = 30
 
+#: Another transaction was in the way: record changed since it was read (snapshot isolation), lock wait timeout,
+#: deadlock (MariaDB's error numbers).
+_CONFLICTS = frozenset({1020, 1205, 1213})
+
+#: The server or the connection to it is away, or has no room now: too many connections (in all, of one account),
+#: shutdown, disk full, connection aborted, network errors, statement or connection killed, restart, cannot reach
+#: the server, connection lost, idle for too long.
+_LOSSES = frozenset(
+    {1021, 1040, 1041, 1053, 1077, 1079, 1152, 1158, 1159, 1160, 1161, 1184, 1203, 1226, 1317, 1927}
+    | {2002, 2003, 2005, 2006, 2012, 2013, 2026, 2055, 4031}
+)  # fmt: skip
+
+#: The same of SQLite: its file cannot be opened, read or written, or the disk is full.
+_SQLITE_LOSSES = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL})
+
 metadata = sa.MetaData()
+
+
+def is_conflict(error: DBAPIError) -> bool:
+    """Whether the transaction gave way to another one: it was rolled back, do the unit of work again."""
+    number = _sqlite_error(error)
+    if number is not None:
+        return number in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return _mysql_error(error) in _CONFLICTS
+
+
+def is_lost(error: DBAPIError) -> bool:
+    """Whether the database is away (connection lost, refused or killed): wait and try the pass again.
+
+    If it happened at a COMMIT, nobody knows whether that was done: look before doing anything again.
+    """
+    number = _sqlite_error(error)
+    if number is not None:
+        return number in _SQLITE_LOSSES
+    return error.connection_invalidated or _mysql_error(error) in _LOSSES
+
+
+def _sqlite_error(error: DBAPIError) -> int | None:
+    """SQLite's primary result code; None for an error of another database."""
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    return None if code is None else int(code) & 0xFF
+
+
+def _mysql_error(error: DBAPIError) -> int:
+    """The error number of server or driver. PyMySQL says 0 when it finds its own connection closed."""
+    arguments = getattr(error.orig, "args", ())
+    if not arguments or not isinstance(arguments[0], int):
+        return 0
+    if arguments[0] == 0 and type(error.orig).__name__ == "InterfaceError":
+        return 2006
+    return arguments[0]
 
 
 class BlobText(sa.types.TypeDecorator[str]):
