@@ -11,18 +11,24 @@ Not here: queries (`store.py`) and decisions (`server/`).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import random
 import sqlite3
+import stat
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Connection, Dialect, Engine, make_url
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.expression import ColumnElement
 
 #: Bytes that a `blob` column of BOINC's schema holds (MySQL BLOB).
 BLOB_LIMIT = 65535
@@ -33,9 +39,27 @@ APP_VERSION_XML_LIMIT = 262144
 #: Seconds that a writer waits for another one on SQLite before it gives up.
 SQLITE_BUSY_TIMEOUT_S = 30
 
+#: Seconds after which a MariaDB server that does not accept a connection, or does not answer a statement, counts
+#: as lost. The latter is longer than the server lets a statement wait for a lock (50).
+MYSQL_CONNECT_TIMEOUT_S, MYSQL_ANSWER_TIMEOUT_S = 10, 120
+
+#: Where MariaDB's or MySQL's socket usually is: Debian, Red Hat, SUSE, built from source.
+MYSQL_SOCKETS = (
+    "/run/mysqld/mysqld.sock",
+    "/var/run/mysqld/mysqld.sock",
+    "/var/lib/mysql/mysql.sock",
+    "/run/mysql/mysql.sock",
+    "/tmp/mysql.sock",
+)
+
+#: How often a transaction that gave way to others is done again, and the longest pause before that (seconds).
+CONFLICT_TRIES, CONFLICT_PAUSE_S = 20, 0.2
+
 #: Another transaction was in the way: record changed since it was read (snapshot isolation), lock wait timeout,
 #: deadlock (MariaDB's error numbers).
 _CONFLICTS = frozenset({1020, 1205, 1213})
+
+_TABLE_EXISTS = 1050
 
 #: The server or the connection to it is away, or has no room now: too many connections (in all, of one account),
 #: shutdown, disk full, connection aborted, network errors, statement or connection killed, restart, cannot reach
@@ -47,6 +71,8 @@ _LOSSES = frozenset(
 
 #: The same of SQLite: its file cannot be opened, read or written, or the disk is full.
 _SQLITE_LOSSES = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL})
+
+_Made = TypeVar("_Made")
 
 metadata = sa.MetaData()
 
@@ -119,8 +145,71 @@ class BlobText(sa.types.TypeDecorator[str]):
         return bytes(value).decode("utf-8", "replace")
 
 
+class Varchar(sa.types.TypeDecorator[str]):
+    """Text of at most `length` characters. Longer text to be stored raises ValueError before the database is
+    asked: MySQL without strict mode would cut it, SQLite would keep all of it."""
+
+    impl = sa.String
+    cache_ok = True
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else self.checked(value)
+
+    def checked(self, value: str) -> str:
+        if len(value) > self.length:
+            raise ValueError(f"a text of {len(value)} characters does not fit in a column of {self.length}")
+        return value
+
+    def coerce_compared_value(self, op: Any, value: Any) -> sa.types.TypeEngine[Any]:
+        """Any text can be looked for."""
+        return sa.String()
+
+
+class FiniteDouble(sa.types.TypeDecorator[float]):
+    """A double that is a number: MariaDB has no NaN or infinity, SQLite would store NULL or infinity for them.
+    Storing one raises ValueError."""
+
+    impl = sa.Double
+    cache_ok = True
+
+    def process_bind_param(self, value: float | None, dialect: Dialect) -> float | None:
+        return None if value is None else finite(value)
+
+
+def finite(value: float) -> float:
+    """The value. Raises ValueError for NaN and infinities."""
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not a number that a database can hold")
+    return value
+
+
+class _Now(ColumnElement[datetime]):
+    """The default of a `mod_time` column: set at INSERT, and by MariaDB itself at every UPDATE of the row, whoever
+    makes it (db_purge finds rows by their age)."""
+
+    inherit_cache = True
+    type = sa.TIMESTAMP()
+
+
+@compiles(_Now)
+def _now(element: _Now, compiler: Any, **kw: Any) -> str:
+    return "CURRENT_TIMESTAMP"
+
+
+@compiles(_Now, "mysql")
+@compiles(_Now, "mariadb")
+def _now_and_at_updates(element: _Now, compiler: Any, **kw: Any) -> str:
+    return "CURRENT_TIMESTAMP ON UPDATE CURRENT_TIMESTAMP"
+
+
 _TINYINT = sa.SmallInteger().with_variant(mysql.TINYINT(), "mysql", "mariadb")
 _MEDIUMTEXT = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
+_UNSIGNED = sa.Integer().with_variant(mysql.INTEGER(unsigned=True), "mysql", "mariadb")
+_SERIAL = sa.Integer().with_variant(mysql.BIGINT(unsigned=True), "mysql", "mariadb")
 
 
 def _id() -> sa.Column[int]:
@@ -146,15 +235,15 @@ def _tiny(name: str, default: int | None = None) -> sa.Column[Any]:
 
 
 def _double(name: str, default: int | None = None) -> sa.Column[Any]:
-    return _column(name, sa.Double, default)
+    return _column(name, FiniteDouble(), default)
 
 
 def _text(name: str, length: int = 254, default: str | None = None) -> sa.Column[Any]:
-    return _column(name, sa.String(length), default)
+    return _column(name, Varchar(length), default)
 
 
 def _null_text(name: str, length: int = 254) -> sa.Column[Any]:
-    return sa.Column(name, sa.String(length), nullable=True)
+    return sa.Column(name, Varchar(length), nullable=True)
 
 
 def _blob(name: str, limit: int = BLOB_LIMIT) -> sa.Column[Any]:
@@ -162,12 +251,22 @@ def _blob(name: str, limit: int = BLOB_LIMIT) -> sa.Column[Any]:
 
 
 def _mod_time() -> sa.Column[datetime]:
-    now = sa.func.current_timestamp()
-    return sa.Column("mod_time", sa.TIMESTAMP, nullable=False, server_default=now, onupdate=now)
+    return sa.Column(
+        "mod_time", sa.TIMESTAMP, nullable=False, server_default=_Now(), onupdate=sa.func.current_timestamp()
+    )
 
 
 def _unique_name(name: str = "name") -> sa.Column[Any]:
-    return sa.Column(name, sa.String(191), nullable=False, unique=True)
+    return sa.Column(name, Varchar(191), nullable=False, unique=True)
+
+
+def _index_on_mysql(name: str, *columns: Any) -> sa.Index:
+    """An index that only BOINC's web pages need: on SQLite nobody would use it."""
+    return sa.Index(name, *columns).ddl_if(callable_=_is_mysql)
+
+
+def _is_mysql(*_: Any, dialect: Dialect, **__: Any) -> bool:
+    return dialect.name in ("mysql", "mariadb")
 
 
 platform = sa.Table(
@@ -229,9 +328,9 @@ user = sa.Table(
     metadata,
     _id(),
     _int("create_time"),
-    sa.Column("email_addr", sa.String(191), nullable=False, unique=True),
-    sa.Column("name", sa.String(191), nullable=True, unique=True),
-    sa.Column("authenticator", sa.String(191), nullable=True, unique=True),
+    sa.Column("email_addr", Varchar(191), nullable=False, unique=True),
+    sa.Column("name", Varchar(191), nullable=True, unique=True),
+    sa.Column("authenticator", Varchar(191), nullable=True, unique=True),
     _null_text("country"),
     _null_text("postal_code"),
     _double("total_credit"),
@@ -260,6 +359,9 @@ user = sa.Table(
     _text("previous_email_addr", 254, ""),
     _double("email_addr_change_time", 0),
     sa.Index("user_tid", "teamid"),
+    _index_on_mysql("user_tot", sa.text("total_credit DESC")),
+    _index_on_mysql("user_avg", sa.text("expavg_credit DESC")),
+    _index_on_mysql("user_email_time", "email_addr_change_time"),
 )
 
 team = sa.Table(
@@ -281,7 +383,7 @@ team = sa.Table(
     _double("expavg_time"),
     _int("seti_id", 0),
     _int("ping_user", 0),
-    _int("ping_time", 0),
+    _column("ping_time", _UNSIGNED, 0),
     _tiny("joinable", 1),
     _mod_time(),
 )
@@ -337,9 +439,11 @@ host = sa.Table(
     _double("gpu_active_frac"),
     _int("p_ngpus"),
     _double("p_gpu_fpops"),
-    sa.Column("misc", sa.Text, nullable=False),
+    sa.Column("misc", sa.Text, nullable=False, server_default=sa.text("('')")),
     sa.Index("host_userid_cpid", "userid", "host_cpid"),
     sa.Index("host_domain_name", "domain_name"),
+    _index_on_mysql("host_avg", sa.text("expavg_credit DESC")),
+    _index_on_mysql("host_tot", sa.text("total_credit DESC")),
 )
 
 host_app_version = sa.Table(
@@ -461,7 +565,7 @@ result = sa.Table(
 batch = sa.Table(
     "batch",
     metadata,
-    _id(),
+    sa.Column("id", _SERIAL, primary_key=True, autoincrement=True),
     _int("user_id"),
     _int("create_time"),
     _double("logical_start_time"),
@@ -584,12 +688,12 @@ def _is_automatic(column: sa.Column[Any]) -> bool:
 
 
 def _blank_value(column: sa.Column[Any]) -> int | float | str:
-    if isinstance(column.type, sa.String):
+    if isinstance(column.type, (sa.String, Varchar)):
         return ""
     default = column.server_default
     if isinstance(default, sa.DefaultClause):
-        return float(str(default.arg)) if isinstance(column.type, sa.Double) else int(str(default.arg))
-    return 0.0 if isinstance(column.type, sa.Double) else 0
+        return float(str(default.arg)) if isinstance(column.type, FiniteDouble) else int(str(default.arg))
+    return 0.0 if isinstance(column.type, FiniteDouble) else 0
 
 
 class Database:
@@ -598,8 +702,13 @@ class Database:
     `url` is an SQLAlchemy URL: `sqlite:////absolute/path.sqlite` or `mysql+pymysql://user:pw@host/name`.
 
     SQLite: a write transaction takes the write lock at its start (BEGIN IMMEDIATE), so what it read is still
-    true when it writes; commits are durable (WAL, synchronous=FULL). MariaDB/MySQL: the affected-row count is
-    the number of matched rows, as BOINC's own daemons have it (CLIENT_FOUND_ROWS).
+    true when it writes; commits are durable (WAL, synchronous=FULL).
+
+    MariaDB/MySQL: the affected-row count is the number of matched rows, as BOINC's own daemons have it
+    (CLIENT_FOUND_ROWS). REPEATABLE READ, as they have it too: what a plain SELECT read may be old by the time of
+    a write; only SELECT ... FOR UPDATE and the conditions of an UPDATE see the newest rows. Host `localhost`
+    without a port means the server's socket, as in BOINC's own programs, or 127.0.0.1 where there is none. The
+    URL's query may set what PyMySQL knows, such as `unix_socket`, `connect_timeout` or `read_timeout`.
     """
 
     def __init__(self, url: str | sa.URL) -> None:
@@ -610,16 +719,34 @@ class Database:
         self._turn = threading.Lock() if self.is_sqlite else None
 
     @contextmanager
-    def transaction(self, *, synced: bool = True) -> Iterator[Connection]:
+    def transaction(self, *, synced: bool = True, serializable: bool = False) -> Iterator[Connection]:
         """A write transaction: committed at the end of the block, rolled back by an exception.
 
         Not `synced` (SQLite only): the commit is whole and seen by everybody, but a loss of power may undo it
         until `sync` is called or a later commit is durable.
+
+        `serializable` (always on SQLite): what it reads stays true until it ends, or it fails with a conflict.
         """
         with self._writers_turn(), self.engine.connect() as connection:
-            connection = connection.execution_options(synced=synced)
+            connection = connection.execution_options(synced=synced, serializable=serializable)
             with connection.begin():
                 yield connection
+
+    def serialized(self, work: Callable[[Connection], _Made], *, synced: bool = True) -> _Made:
+        """`work` in a serializable transaction, done again when that gave way to another one; returns its result.
+
+        `work` must have no effect but through the connection.
+        """
+        for attempt in range(1, CONFLICT_TRIES + 1):
+            try:
+                with self.transaction(synced=synced, serializable=True) as connection:
+                    return work(connection)
+            except DBAPIError as error:
+                if not is_conflict(error) or attempt == CONFLICT_TRIES:
+                    raise
+                # Of several that were in each other's way, one must come first.
+                time.sleep(random.uniform(0, min(0.001 * 2**attempt, CONFLICT_PAUSE_S)))
+        raise AssertionError("unreachable")
 
     def sync(self) -> None:
         """Make every commit so far durable: what SQLite does itself at the end of a synced one."""
@@ -653,8 +780,15 @@ class Database:
 
     def create_tables(self, tables: sa.MetaData) -> None:
         """Create the tables of `tables` that do not exist yet."""
-        with self.transaction() as connection:
-            tables.create_all(connection)
+        for attempt in range(1, CONFLICT_TRIES + 1):
+            try:
+                with self.transaction() as connection:
+                    tables.create_all(connection)
+                return
+            except DBAPIError as error:  # on MariaDB another process may create the same ones at this moment
+                if _mysql_error(error) != _TABLE_EXISTS or attempt == CONFLICT_TRIES:
+                    raise
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Close every pooled connection; the object can be used again afterwards."""
@@ -699,9 +833,41 @@ def _sqlite_engine(url: sa.URL) -> Engine:
 
 
 def _mysql_engine(url: sa.URL) -> Engine:
-    connect_args: dict[str, Any] = {}
-    if url.get_driver_name() == "pymysql":
-        from pymysql.constants import CLIENT
+    engine = sa.create_engine(
+        _mysql_address(url),
+        pool_size=10,
+        max_overflow=20,
+        pool_pre_ping=True,  # what was lost while idle (wait_timeout, a restart) is replaced before it is used
+        pool_recycle=3600,
+        isolation_level="REPEATABLE READ",
+    )
 
-        connect_args["client_flag"] = CLIENT.FOUND_ROWS
-    return sa.create_engine(url, pool_pre_ping=True, pool_recycle=3600, connect_args=connect_args)
+    @sa.event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        if connection.get_execution_options().get("serializable", False):
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+
+    return engine
+
+
+def _mysql_address(url: sa.URL) -> sa.URL:
+    """The URL with what PyMySQL would not do by itself: the socket, timeouts, characters beyond Latin."""
+    wanted: dict[str, str] = {"charset": "utf8mb4"}
+    if url.get_driver_name() == "pymysql":
+        wanted["connect_timeout"] = str(MYSQL_CONNECT_TIMEOUT_S)
+        wanted["read_timeout"] = wanted["write_timeout"] = str(MYSQL_ANSWER_TIMEOUT_S)
+        if (url.host or "localhost") == "localhost" and "unix_socket" not in url.query:
+            socket = None if url.port else mysql_socket()
+            if socket is not None:
+                wanted["unix_socket"] = socket
+            url = url.set(host="localhost" if socket else "127.0.0.1")
+    return url.update_query_dict({name: value for name, value in wanted.items() if name not in url.query})
+
+
+def mysql_socket() -> str | None:
+    """The socket that MariaDB's C library would take for `localhost`: MYSQL_UNIX_PORT, or a usual place."""
+    for path in (os.environ.get("MYSQL_UNIX_PORT", ""), *MYSQL_SOCKETS):
+        with contextlib.suppress(OSError):
+            if path and stat.S_ISSOCK(os.stat(path).st_mode):
+                return path
+    return None

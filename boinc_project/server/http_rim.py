@@ -13,10 +13,12 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from aiohttp import web
+from sqlalchemy.exc import DBAPIError
 
 from boinc_project import database, templates
 from boinc_project import store as queries
@@ -145,16 +147,17 @@ class Rim:
             return _xml_reply(accounts.error_xml(error.number, str(error)))
         query = request.query
 
+        def created(connection: sa.Connection) -> dict[str, Any]:
+            return accounts.create_account(
+                connection,
+                email=query.get("email_addr", ""),
+                passwd_hash=query.get("passwd_hash", ""),
+                name=query.get("user_name", ""),
+                now=int(time.time()),
+            )
+
         def create() -> str:
-            with self.db.transaction() as connection:
-                user = accounts.create_account(
-                    connection,
-                    email=query.get("email_addr", ""),
-                    passwd_hash=query.get("passwd_hash", ""),
-                    name=query.get("user_name", ""),
-                    now=int(time.time()),
-                )
-            return accounts.account_xml(user)
+            return accounts.account_xml(self.db.serialized(created))
 
         return await _account_reply(create)
 
@@ -220,6 +223,10 @@ class Rim:
         except OSError as error:
             log.error("upload failed: %s", error)
             return web.Response(body=uploads.format_reply(Status.TRANSIENT, "storage error"), headers=_TEXT)
+        except DBAPIError as error:
+            log.error("upload failed: the database does not answer (%s)", error.orig)
+            await _drain(request)
+            return web.Response(body=uploads.format_reply(Status.TRANSIENT, "database error"), headers=_TEXT)
         return web.Response(body=uploads.format_reply(Status.OK, file_size=size), headers=_TEXT)
 
     async def _receive(self, request: web.Request, header: UploadHeader, rest: bytes) -> None:

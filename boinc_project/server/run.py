@@ -1,4 +1,4 @@
-"""The embedded server's process: one project, one port, one SQLite database.
+"""The embedded server's process: one project, one port, one database (SQLite, or MariaDB if the project says so).
 
 Bird's eye view, in call order: `serve` (signals, stop file) -> `EmbeddedServer.start` (lock, port, threads)
 -> `SchedulerQueue` (requests that wait together are answered in one commit) and `HeldReplies` before it
@@ -25,11 +25,12 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from sqlalchemy.exc import DBAPIError
 
 from boinc_project import database
 from boinc_project.config import ConfigError, ProjectConfig
 from boinc_project.daemon import orphaned
-from boinc_project.database import Database
+from boinc_project.database import Database, is_lost
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server.file_deleter import FileDeleter
 from boinc_project.server.held_replies import HeldReplies
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 #: Seconds between looks for due transitions. Reports are handled at once; this is for what other processes
 #: write (new workunits, validated and assimilated ones).
 TRANSITION_INTERVAL_S = 0.2
+
+#: Longest pause (seconds) between attempts to reach a database that is away.
+LONGEST_DATABASE_PAUSE_S = 30.0
 
 #: Seconds between passes of the file deleter.
 FILE_DELETE_INTERVAL_S = 5.0
@@ -236,12 +240,15 @@ class EmbeddedServer:
 
     def _open_database(self) -> Database:
         db = self.tree.database()
-        if not db.is_sqlite:
-            raise ServerError("the embedded server works on SQLite; a standard BOINC server uses MariaDB itself")
-        db.create_tables(database.metadata)
-        with db.transaction() as connection:
-            for index in INDEXES:
-                connection.exec_driver_sql(index)
+        try:
+            db.create_tables(database.metadata)
+            if db.is_sqlite:
+                with db.transaction() as connection:
+                    for index in INDEXES:
+                        connection.exec_driver_sql(index)
+        except DBAPIError as error:
+            db.close()
+            raise ServerError(f"the database cannot be opened ({error.orig})") from error
         return db
 
     def _build(self) -> None:
@@ -292,12 +299,20 @@ class EmbeddedServer:
 
     def _housekeeping(self) -> None:
         delete_at = time.monotonic() + FILE_DELETE_INTERVAL_S
-        while not self._stopping.wait(TRANSITION_INTERVAL_S):
+        pause = TRANSITION_INTERVAL_S
+        while not self._stopping.wait(pause):
             try:
                 self._transitioner.run_once()
                 if time.monotonic() >= delete_at:
                     delete_at = time.monotonic() + FILE_DELETE_INTERVAL_S
                     self._file_deleter.run_once()
+                pause = TRANSITION_INTERVAL_S
+            except DBAPIError as error:
+                if is_lost(error):
+                    pause = min(max(2 * pause, 1.0), LONGEST_DATABASE_PAUSE_S)
+                    log.error("the database does not answer (%s); trying again in %.0f s", error.orig, pause)
+                else:
+                    log.exception("housekeeping failed; tried again")
             except Exception:
                 # Daemons stop on a bug of ours, but a server that answers is better than one that does not.
                 log.exception("housekeeping failed; tried again")

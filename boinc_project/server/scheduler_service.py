@@ -1,8 +1,9 @@
 """The scheduler's effects: reads what a request needs, lets `scheduler.py` decide, writes the changes.
 
-Requests that arrive together share one database transaction and so one durable commit; they are decided one
-after the other inside it, so that two of them can never be given the same result. A reply is handed out only
-after the commit.
+Requests that arrive together share one database transaction and so one durable commit (on MariaDB each has its
+own, so that it locks no more than its own rows); they are decided one after the other inside it, so that two of
+them can never be given the same result. Against other processes, transactions are serializable, and a result is
+claimed by an UPDATE that matches only what nobody has taken. A reply is handed out only after the commit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 
 from boinc_project import database
-from boinc_project.database import Database
+from boinc_project.database import Database, is_lost
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server import scheduler
 from boinc_project.server.messages import (
@@ -44,6 +46,9 @@ TYPICAL_JOB_S = 10.0
 
 #: Seconds for which apps, versions and plan classes are kept before they are read again.
 STATIC_TABLES_TTL_S = 1.0
+
+#: Digits of an id; on large projects ids have outgrown 32 bits.
+_MAX_ID_DIGITS = 18
 
 #: Longest chain of replaced hosts that is followed.
 _MAX_ZOMBIES = 20
@@ -100,7 +105,11 @@ _JOIN = sa.select(*_JOINED).join_from(_R, _W, _W.c.id == _R.c.workunitid)
 _IS_UNSENT = _R.c.server_state == sa.literal_column(str(int(ServerState.UNSENT)))
 _IS_IN_PROGRESS = _R.c.server_state == sa.literal_column(str(int(ServerState.IN_PROGRESS)))
 
-_ON_HOST = Statement(_JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS), index="gt_in_progress")
+_ON_HOST = Statement(
+    _JOIN.where(_R.c.hostid == sa.bindparam("hostid"), _IS_IN_PROGRESS),
+    sqlite_index="gt_in_progress",
+    mysql_index="res_hostid_id",
+)
 _BY_NAME = Statement(_JOIN.where(_R.c.name == sa.bindparam("name")))
 _HOST = Statement(sa.select(_H).where(_H.c.id == sa.bindparam("id")))
 _HOSTS_OF_USER = Statement(sa.select(_H).where(_H.c.userid == sa.bindparam("userid")))
@@ -177,7 +186,8 @@ def _candidates(per_user: bool, per_host: bool) -> Statement:
         taken = sa.exists().where(sibling.c.workunitid == _R.c.workunitid, sa.or_(*owners), sa.not_(failed))
         query = query.where(sa.not_(taken))
     order = (_R.c.priority.desc(), _R.c.workunitid, _R.c.id)
-    return Statement(query.order_by(*order).limit(sa.bindparam("limit")), index="gt_unsent")
+    query = query.order_by(*order).limit(sa.bindparam("limit"))
+    return Statement(query, sqlite_index="gt_unsent", mysql_index="ind_res_st")
 
 
 class SchedulerService:
@@ -207,11 +217,16 @@ class SchedulerService:
         if self.tree.is_triggered("stop_sched"):
             stopped = format_reply(scheduler.stopped_reply(self.config))
             return [Answer(format_reply(each.reply) if isinstance(each, Held) else stopped) for each in asked]
+        if len(asked) > 1 and not self.db.is_sqlite:
+            return [answer for each in asked for answer in self.answer([each])]
         requests = [each if isinstance(each, Held) else self._parsed(each) for each in asked]
-        try:
+
+        def work(connection: Connection) -> list[Answer]:
             self._must_last = False
-            with self.db.transaction(synced=False) as connection:
-                answers = [self._answer_one(connection, request) for request in requests]
+            return [self._answer_one(connection, request) for request in requests]
+
+        try:
+            answers = self.db.serialized(work, synced=False)
             if self._must_last:
                 self.db.sync()
             return answers
@@ -219,7 +234,10 @@ class SchedulerService:
             # One request must not spoil the others: each gets a transaction of its own.
             if len(asked) > 1:
                 return [answer for each in asked for answer in self.answer([each])]
-            log.exception("a scheduler request failed")
+            if isinstance(error, DBAPIError) and is_lost(error):
+                log.error("a scheduler request failed: the database does not answer (%s)", error.orig)
+            else:
+                log.exception("a scheduler request failed")
             if isinstance(asked[0], Held):
                 return [Answer(format_reply(asked[0].reply))]
             text = f"Project encountered an internal error ({type(error).__name__}); it will be retried"
@@ -303,7 +321,7 @@ class SchedulerService:
         if not key:
             return None
         userid, separator, _ = key.partition("_")
-        if separator and userid.isdecimal() and len(userid) < 10:
+        if separator and userid.isascii() and userid.isdecimal() and len(userid) <= _MAX_ID_DIGITS:
             user = _USER.first(connection, id=int(userid))
             return user if user and scheduler.accepts_key(user, key) else None
         return _USER_BY_KEY.first(connection, key=key)

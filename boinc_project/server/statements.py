@@ -1,8 +1,9 @@
-"""SQL statements compiled once and run on SQLite's own cursor.
+"""SQL statements compiled once, and run on SQLite's own cursor.
 
 SQLAlchemy builds and checks a statement anew each time it is executed, which costs ten times what SQLite
 needs to run it. The scheduler and the transitioner run the same few statements for every request, so they
-compile them here once. Only the embedded server does this, so only SQLite is meant.
+compile them here once. Only the embedded server does this. On MariaDB the way to the server takes longer than
+all that; there the text goes through SQLAlchemy, which knows lost connections.
 """
 
 from __future__ import annotations
@@ -12,36 +13,42 @@ from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.engine import Connection
 
-from boinc_project.database import BlobText, new_row
+from boinc_project.database import BlobText, Varchar, finite, new_row
 
-_DIALECT = sqlite.dialect(paramstyle="named")
+_SQLITE = sqlite.dialect(paramstyle="named")
+_MYSQL = mysql.dialect(paramstyle="pyformat")
 
 
 class Statement:
     """One compiled statement; its `bindparam`s are the keyword arguments of `rows`, `first` and `run`.
 
-    `index` names the index that SQLite must use for the first table of a SELECT's join: its planner has no
-    statistics and would often rather sort the whole table. The index must exist when the statement runs.
+    `sqlite_index` and `mysql_index` name the index to be used for the first table of a SELECT's join: SQLite's
+    planner has no statistics and would often rather sort the whole table, and MariaDB's are out of date while a
+    table is small. The index must exist when the statement runs.
     """
 
-    def __init__(self, clause: sa.sql.expression.ClauseElement, *, index: str = "") -> None:
-        compiled = clause.compile(dialect=_DIALECT)
-        self.sql = str(compiled)
-        if index:
-            head, join, tail = self.sql.partition(" JOIN ")
-            assert join, self.sql
-            self.sql = f"{head} INDEXED BY {index}{join}{tail}"
+    def __init__(
+        self, clause: sa.sql.expression.ClauseElement, *, sqlite_index: str = "", mysql_index: str = ""
+    ) -> None:
+        compiled = clause.compile(dialect=_SQLITE)
+        self.sqlite = _with_index(str(compiled), " JOIN ", f"INDEXED BY {sqlite_index}" if sqlite_index else "")
+        text = str(clause.compile(dialect=_MYSQL))
+        self.mysql = _with_index(text, " INNER JOIN ", f"FORCE INDEX ({mysql_index})" if mysql_index else "")
         self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
         columns = clause.selected_columns if isinstance(clause, sa.Select) else ()
         self._blobs = tuple(column.name for column in columns if isinstance(column.type, BlobText))
 
     def rows(self, connection: Connection, **parameters: Any) -> list[dict[str, Any]]:
         """All rows, as dicts by column name."""
-        cursor = self._execute(connection, parameters)
-        names = [column[0] for column in cursor.description]
+        if connection.dialect.name == "sqlite":
+            cursor = self._execute(connection, parameters)
+            names = [column[0] for column in cursor.description]
+        else:
+            cursor = self._execute(connection, parameters)
+            names = list(cursor.keys())
         found = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
         for name in self._blobs:
             for row in found:
@@ -58,8 +65,20 @@ class Statement:
         return int(self._execute(connection, parameters).rowcount)
 
     def _execute(self, connection: Connection, parameters: Mapping[str, Any]) -> Any:
-        raw: Any = connection.connection.dbapi_connection
-        return raw.execute(self.sql, {**self._fixed, **parameters} if self._fixed else parameters)
+        """SQLite's cursor, or SQLAlchemy's result."""
+        given = {**self._fixed, **parameters} if self._fixed else dict(parameters)
+        if connection.dialect.name == "sqlite":
+            raw: Any = connection.connection.dbapi_connection
+            return raw.execute(self.sqlite, given)
+        return connection.exec_driver_sql(self.mysql, given)
+
+
+def _with_index(sql: str, join: str, hint: str) -> str:
+    if not hint:
+        return sql
+    head, found, tail = sql.partition(join)
+    assert found, sql
+    return f"{head} {hint}{join}{tail}"
 
 
 def _as_text(value: Any) -> str | None:
@@ -90,20 +109,20 @@ def _insert(table: sa.Table, names: tuple[str, ...]) -> Statement:
 
 
 def _stored(table: sa.Table, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as the database keeps them: text of blob columns as bytes, within the column's limit."""
+    """Values as the database keeps them: text of blob columns as bytes, nothing longer than its column, numbers."""
     stored = dict(columns)
-    for name in _blob_columns(table):
-        if isinstance(stored.get(name), str):
-            stored[name] = _blob_type(table, name).process_bind_param(stored[name], _DIALECT)
+    kinds = _text_columns(table)
+    for name, value in stored.items():
+        if isinstance(value, float):
+            finite(value)
+        elif isinstance(value, str) and (kind := kinds.get(name)) is not None:
+            if isinstance(kind, Varchar):
+                kind.checked(value)
+            else:
+                stored[name] = kind.process_bind_param(value, _SQLITE)
     return stored
 
 
-def _blob_type(table: sa.Table, name: str) -> BlobText:
-    kind = table.c[name].type
-    assert isinstance(kind, BlobText)
-    return kind
-
-
 @functools.cache
-def _blob_columns(table: sa.Table) -> tuple[str, ...]:
-    return tuple(column.name for column in table.c if isinstance(column.type, BlobText))
+def _text_columns(table: sa.Table) -> dict[str, BlobText | Varchar]:
+    return {column.name: column.type for column in table.c if isinstance(column.type, (BlobText, Varchar))}

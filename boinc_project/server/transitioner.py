@@ -45,8 +45,8 @@ IDLE_RECHECK_S = 10 * 86400
 #: Bounds of the wait before a workunit whose transition is still due is looked at again (seconds).
 RETRY_MIN_S, RETRY_MAX_S = 60, 86400
 
-#: Workunits handled in one database transaction.
-BATCH_SIZE = 100
+#: Workunits handled in one database transaction, on SQLite and on MariaDB: there others wait for their rows.
+BATCH_SIZE, MYSQL_BATCH_SIZE = 100, 20
 
 Row = Mapping[str, Any]
 
@@ -319,9 +319,13 @@ _RESULT_COLUMNS = tuple(
 )
 _WU_COLUMNS = tuple(column for column in _WU.c if column.name not in ("xml_doc", "mod_time", "keywords"))
 
-_WORKUNIT = Statement(sa.select(*_WU_COLUMNS).where(_WU.c.id == sa.bindparam("id")))
+# Locked (on MariaDB; SQLite has one writer): what is decided from them must be true when it is written.
+_WORKUNIT = Statement(sa.select(*_WU_COLUMNS).where(_WU.c.id == sa.bindparam("id")).with_for_update())
 _RESULTS = Statement(
-    sa.select(*_RESULT_COLUMNS).where(_RESULT.c.workunitid == sa.bindparam("workunitid")).order_by(_RESULT.c.id)
+    sa.select(*_RESULT_COLUMNS)
+    .where(_RESULT.c.workunitid == sa.bindparam("workunitid"))
+    .order_by(_RESULT.c.id)
+    .with_for_update()
 )
 _SET_TIME = Statement(
     _WU.update()
@@ -370,8 +374,11 @@ class Transitioner:
                 due = [int(row) for row in connection.scalars(_DUE, {"now": now})]
             if not due:
                 return handled
-            with self.db.transaction() as connection:
-                handled += self.transition_workunits(connection, due)
+            size = BATCH_SIZE if self.db.is_sqlite else MYSQL_BATCH_SIZE
+            due_by_id = sorted(due)  # the order in which all daemons lock workunits
+            for start in range(0, len(due), size):
+                part = due_by_id[start : start + size]
+                handled += self.db.serialized(functools.partial(self.transition_workunits, ids=part))
             if len(due) < BATCH_SIZE:
                 return handled
 
@@ -411,7 +418,7 @@ class Transitioner:
     def _write_workunit(self, connection: Connection, wu: Row, columns: Row, now: int) -> None:
         """Only changed columns; if somebody set transition_time meanwhile, the workunit is handled again.
 
-        Inside one SQLite transaction nobody can; BOINC's rule is kept for whoever runs this elsewhere.
+        The row is locked, so nobody can; BOINC's rule is kept for whoever runs this elsewhere.
         """
         values = dict(columns)
         when = values.pop("transition_time", None)
@@ -454,7 +461,7 @@ def _read_template(path: Path, _mtime_ns: int) -> str:
 def penalise_time_out(connection: Connection, late: TimedOut, delay_bound: int, quota: int) -> None:
     """What a missed deadline costs the host's record with the app version: quota and trust."""
     where = (_HAV.c.host_id == late.hostid) & (_HAV.c.app_version_id == late.app_version_id)
-    row = connection.execute(sa.select(_HAV).where(where)).mappings().first()
+    row = connection.execute(sa.select(_HAV).where(where).with_for_update()).mappings().first()
     if row is None:
         return
     current = row["max_jobs_per_day"] or quota
