@@ -17,6 +17,7 @@ def user_mistakes() -> tuple[type[BaseException], ...]:
     from boinc_project.local_run import LocalRunFailed
     from boinc_project.project_tree import ImmutableNameError
     from boinc_project.server.run import ServerError
+    from boinc_project.standard.record import InstallError
     from boinc_project.templates import TemplateError
 
     return (
@@ -26,6 +27,7 @@ def user_mistakes() -> tuple[type[BaseException], ...]:
         ConfigError,
         ContractError,
         ImmutableNameError,
+        InstallError,
         JobError,
         LocalRunFailed,
         ServerError,

@@ -1,0 +1,107 @@
+"""The plan classes of our app versions for GPUs, as entries of BOINC's `plan_class_spec.xml`.
+
+Sources: BOINC `sched/plan_class_spec.cpp` (elements), `sched/sched_version.cpp` and the client's `cs_scheduler.cpp`
+(meaning of substrings of a class's name). The name decides for which processor a version is: the server looks for
+`cuda` or `nvidia`, then `ati` or `amd`, then `intel_gpu`; so `simulation` would be a class for AMD cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Substrings with a meaning, in the order in which the scheduler looks for them.
+_PROCESSORS = (
+    ("cuda", "nvidia"), ("nvidia", "nvidia"), ("ati", "amd"), ("amd", "amd"), ("intel_gpu", "intel_gpu"),
+    ("apple_gpu", "apple_gpu"),
+)  # fmt: skip
+#: Substrings that make a class one for many threads or for virtual machines.
+_SPECIAL = ("mt", "vbox", "nci", "sse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanClass:
+    """One `<plan_class>`; `elements` in order, '' for a flag."""
+
+    name: str
+    processor: str  # nvidia, amd or intel_gpu
+    about: str
+    elements: tuple[tuple[str, str], ...]
+
+    def lines(self) -> list[str]:
+        """The entry, one element a line, indented from 0."""
+        body = [f"    <{tag}>{value}</{tag}>" if value else f"    <{tag}/>" for tag, value in self.elements]
+        return ["<plan_class>", f"    <name>{self.name}</name>", *body, "</plan_class>"]
+
+
+# Memory is what the smallest useful card has left beside its display; a job's own need stands in its workunits.
+# gpu_peak_flops_scale: the share of peak speed that training reaches, for the first estimate of a task's time;
+# BOINC replaces it by what it measures.
+CLASSES = (
+    PlanClass(
+        name="cuda_gt",
+        processor="nvidia",
+        about="NVIDIA cards with CUDA 11.8 or later",
+        elements=(
+            ("gpu_type", "nvidia"),
+            ("cuda", ""),
+            ("min_cuda_version", "11080"),
+            ("min_nvidia_compcap", "500"),
+            ("min_gpu_ram_mb", "2000"),
+            ("gpu_ram_used_mb", "1500"),
+            ("cpu_frac", "0.5"),
+            ("gpu_peak_flops_scale", "0.2"),
+        ),
+    ),
+    PlanClass(
+        name="opencl_nvidia_gt",
+        processor="nvidia",
+        about="NVIDIA cards through OpenCL",
+        elements=(
+            ("gpu_type", "nvidia"),
+            ("opencl", ""),
+            ("min_opencl_version", "101"),
+            ("min_gpu_ram_mb", "900"),
+            ("gpu_ram_used_mb", "700"),
+            ("cpu_frac", "0.3"),
+            ("gpu_peak_flops_scale", "0.1"),
+        ),
+    ),
+    PlanClass(
+        name="opencl_ati_gt",
+        processor="amd",
+        about="AMD and ATI cards through OpenCL, from the Radeon HD 5000 series on",
+        elements=(
+            ("gpu_type", "ati"),
+            ("opencl", ""),
+            ("min_opencl_version", "101"),
+            ("min_gpu_ram_mb", "900"),
+            ("gpu_ram_used_mb", "700"),
+            ("cpu_frac", "0.3"),
+            ("gpu_peak_flops_scale", "0.1"),
+        ),
+    ),
+    PlanClass(
+        name="opencl_intel_gpu_gt",
+        processor="intel_gpu",
+        about="Intel's graphics through OpenCL",
+        elements=(
+            ("gpu_type", "intel_gpu"),
+            ("opencl", ""),
+            ("min_opencl_version", "101"),
+            ("min_gpu_ram_mb", "900"),
+            ("gpu_ram_used_mb", "700"),
+            ("cpu_frac", "0.3"),
+            ("gpu_peak_flops_scale", "0.1"),
+        ),
+    ),
+)
+
+
+def processor_of(plan_class: str) -> str:
+    """Which processor BOINC takes a class of this name to be for; 'cpu' if none of its words occurs in it."""
+    return next((processor for word, processor in _PROCESSORS if word in plan_class), "cpu")
+
+
+def special_words(plan_class: str) -> list[str]:
+    """Further words with a meaning that occur in the name."""
+    return [word for word in _SPECIAL if word in plan_class]
