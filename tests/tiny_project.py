@@ -35,6 +35,7 @@ from boinc_project.server.run import free_port
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import AssimilateState, Outcome, ServerState
 from boinc_project.store import JobRow
+from tests import databases
 from validator.__main__ import Validator
 from work_generator.__main__ import Generator
 from work_generator.export import ExportedJob, export_job
@@ -68,7 +69,10 @@ def publish_stub_app(tree: ProjectTree, db: Database) -> int:
 
 
 class TinyProject:
-    """The project, its database and its job; made in `folder` unless it is there already."""
+    """The project, its database and its job; made in `folder` unless it is there already.
+
+    It is made on the database that the test runs with (tests/databases.py).
+    """
 
     appid = 1
     job_id = 1
@@ -79,7 +83,11 @@ class TinyProject:
             self.db = self.tree.database()
         else:
             url = f"http://127.0.0.1:{free_port()}/tiny/"
-            options: Mapping[str, Any] = {"min_sendwork_interval": 0, "gt_dry_rpc_delay": 1}
+            options: Mapping[str, Any] = {
+                "min_sendwork_interval": 0,
+                "gt_dry_rpc_delay": 1,
+                **databases.project_options(),
+            }
             self.tree = create_project(folder, master_url=url, long_name="Tiny", options=options)
             self.db = self.tree.database()
             store.create_own_tables(self.db)
@@ -243,15 +251,17 @@ class TinyProject:
 
 
 @functools.cache
-def _template(toml: str, validated: bool) -> tuple[Path, Path]:
-    """Where a project was made (paths in it are absolute), and a copy of it as it was then."""
+def _template(toml: str, validated: bool, kind: str) -> tuple[Path, Path, sa.URL, databases.Saved]:
+    """Where a project was made (paths in it are absolute), a copy of it as it was then, and its MariaDB's rows."""
     base = Path(tempfile.mkdtemp(prefix="boinc-train-tiny-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    with TinyProject(base / "project", toml) as project:
+    with databases.chosen(kind), TinyProject(base / "project", toml) as project:
         if validated:
             project.validate_round()
+        url = project.db.url
+        saved = {} if project.db.is_sqlite else databases.save(url)
     shutil.copytree(base / "project", base / "copy")
-    return base / "project", base / "copy"
+    return base / "project", base / "copy", url, saved
 
 
 def tiny_project(toml: str = "job.toml", *, validated: bool = False) -> TinyProject:
@@ -259,9 +269,11 @@ def tiny_project(toml: str = "job.toml", *, validated: bool = False) -> TinyProj
 
     It is made once and then copied back, always to the same place: close the project before the next one.
     """
-    place, copy = _template(toml, validated)
+    place, copy, url, saved = _template(toml, validated, databases.current())
     shutil.rmtree(place)
     shutil.copytree(copy, place)
+    if saved:
+        databases.restore(url, saved)
     return TinyProject(place, toml)
 
 

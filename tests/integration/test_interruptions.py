@@ -18,6 +18,8 @@ from boinc_project.processes import Processes
 from tests.tiny_project import TinyProject, tiny_project
 from tests.training import train
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 NAMES = ("server", "work_generator", "validator", "assimilator")
 
 

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from assimilator import apply, intake
 from assimilator import evaluation as evaluation_module
 from assimilator.replay import replay
-from boinc_project import database, job_folder, store
+from boinc_project import database, durable, job_folder, store
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.jobs import roll_back
 from boinc_project.contract.errors import ContractError
@@ -25,6 +25,8 @@ from boinc_project.daemon import Options, RetryLater
 from boinc_project.gt_tables import Disposition, JobState, gt_job, gt_ledger, gt_microtask, gt_round, gt_version
 from boinc_project.states import AssimilateState, ErrorMask
 from tests.tiny_project import TinyProject, tiny_project
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 @pytest.fixture
@@ -58,11 +60,13 @@ def crash(*arguments: Any, **named: Any) -> Any:
 
 # Where the process may die: before and after each step of intake and apply.
 PLACES = [
-    (intake.tensorfile, "write_bytes"),
-    (intake, "decode"),
-    (intake.store, "ledger_entry"),
-    (intake.store, "set_microtask"),
-    (intake.store, "mark_assimilated"),
+    (intake, "look_up"),
+    (durable.FileBatch, "add"),
+    (durable.FileBatch, "commit"),
+    (intake, "open_payload"),
+    (intake.store, "lock_job"),
+    (intake.store, "filled_slots"),
+    (intake, "record"),
     (apply.store, "commit_round"),
     (apply, "contributions_of"),
     (apply, "fold"),
@@ -304,14 +308,14 @@ def test_a_fault_of_ours_parks_one_workunit_and_leaves_the_others_alone(
     project: TinyProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     units = project.validate_round()
-    real = intake.decode
+    real = intake.open_payload
 
-    def decode(job: Any, task: Any, data: bytes) -> Any:
+    def buggy(job: Any, task: Any, data: bytes) -> Any:
         if task["workunit_name"] == units[0]["name"]:
             raise ZeroDivisionError("a bug")
         return real(job, task, data)
 
-    monkeypatch.setattr(intake, "decode", decode)
+    monkeypatch.setattr(intake, "open_payload", buggy)
     assimilator = project.assimilator()
     for _ in range(5):
         assimilator.not_before = {k: v for k, v in assimilator.not_before.items() if v == float("inf")}
@@ -373,11 +377,11 @@ def test_two_instances_with_mod_2_0_and_2_1_handle_a_hundred_workunits_half_each
     for remainder, seen in handled.items():
         assimilator = project.assimilator(Options(one_pass=True, mod=(2, remainder)))
 
-        def guarded(unit: Any, task: Any, job: Any, seen: list[int] = seen, real: Any = assimilator._guarded) -> bool:
-            seen.append(unit["id"])
-            return bool(real(unit, task, job))
+        def take_in(cases: Any, seen: list[int] = seen, real: Any = assimilator._take_in) -> bool:
+            seen.extend(case.id for case in cases)
+            return bool(real(cases))
 
-        monkeypatch.setattr(assimilator, "_guarded", guarded)
+        monkeypatch.setattr(assimilator, "_take_in", take_in)
         assimilator.one_pass()
     assert handled == {0: [i for i in ids if i % 2 == 0], 1: [i for i in ids if i % 2 == 1]}
     assert len(handled[0]) == len(handled[1]) == 50

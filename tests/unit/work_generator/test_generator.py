@@ -17,6 +17,8 @@ from boinc_project.states import AssimilateState, ServerState
 from tests.tiny_project import TinyProject, tiny_project
 from work_generator.supply import Issue
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 HOST_SPEEDS = (1e9, 2.7e12, 1e14, 1e15)
 
 
