@@ -18,11 +18,13 @@ from enum import StrEnum
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 
+from boinc_project.database import FiniteDouble, Varchar
+
 gt_metadata = sa.MetaData()
 
 _Long = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _Document = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-_Double: sa.Double[float] = sa.Double()
+_Double = FiniteDouble()
 
 
 class JobState(StrEnum):
@@ -65,10 +67,10 @@ gt_job = sa.Table(
     "gt_job",
     gt_metadata,
     sa.Column("id", _Long, primary_key=True, autoincrement=True),
-    sa.Column("name", sa.String(64), nullable=False, unique=True),
+    sa.Column("name", Varchar(64), nullable=False, unique=True),
     sa.Column("appid", _Long, nullable=False),
     sa.Column("create_time", _Long, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("state", Varchar(16), nullable=False),
     sa.Column("note", sa.Text, nullable=False, default=""),
     sa.Column("config", _Document, nullable=False),  # canonical JSON of JobConfig
     sa.Column("folder", sa.Text, nullable=False),  # absolute; graphs, shards, versions, payloads
@@ -83,9 +85,9 @@ gt_version = sa.Table(
     sa.Column("job_id", _Long, primary_key=True, autoincrement=False),
     sa.Column("version", _Long, primary_key=True, autoincrement=False),
     sa.Column("create_time", _Double, nullable=False),
-    sa.Column("state_sha256", sa.String(64), nullable=False),
+    sa.Column("state_sha256", Varchar(64), nullable=False),
     sa.Column("state_bytes", _Long, nullable=False),
-    sa.Column("optimizer_sha256", sa.String(64), nullable=False, default=""),
+    sa.Column("optimizer_sha256", Varchar(64), nullable=False, default=""),
     sa.Column("contributions", sa.Integer, nullable=False, default=0),
     sa.Column("samples", _Long, nullable=False, default=0),
     sa.Column("loss", _Double, nullable=True),  # mean training loss of its contributions
@@ -111,14 +113,14 @@ gt_microtask = sa.Table(
     sa.Column("version", _Long, nullable=False),
     sa.Column("slot", sa.Integer, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),
-    sa.Column("workunit_name", sa.String(191), nullable=False, unique=True),
-    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("workunit_name", Varchar(191), nullable=False, unique=True),
+    sa.Column("digest", Varchar(64), nullable=False),
     sa.Column("document", _Document, nullable=False),  # canonical JSON of the microtask
     sa.Column("samples", _Long, nullable=False),
     sa.Column("flops", _Double, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("state", Varchar(16), nullable=False),
     sa.Column("create_time", _Long, nullable=False),
-    sa.Column("canonical_sha256", sa.String(64), nullable=False, default=""),  # of the payload the validator judged
+    sa.Column("canonical_sha256", Varchar(64), nullable=False, default=""),  # of the payload the validator judged
     sa.Column("note", sa.Text, nullable=False, default=""),
     sa.UniqueConstraint("job_id", "version", "slot", "attempt"),
     sa.Index("gt_microtask_state", "job_id", "state"),
@@ -128,17 +130,17 @@ gt_microtask = sa.Table(
 gt_ledger = sa.Table(
     "gt_ledger",
     gt_metadata,
-    sa.Column("workunit_name", sa.String(191), primary_key=True),
+    sa.Column("workunit_name", Varchar(191), primary_key=True),
     sa.Column("job_id", _Long, nullable=False),
     sa.Column("base_version", _Long, nullable=False),
     sa.Column("slot", sa.Integer, nullable=False),
-    sa.Column("payload_sha256", sa.String(64), nullable=False),
-    sa.Column("payload_file", sa.String(254), nullable=False),  # relative to the job's folder
+    sa.Column("payload_sha256", Varchar(64), nullable=False),
+    sa.Column("payload_file", Varchar(254), nullable=False),  # relative to the job's folder
     sa.Column("samples", _Long, nullable=False),
     sa.Column("loss", _Double, nullable=True),
     sa.Column("hostid", _Long, nullable=False),
     sa.Column("intake_time", _Double, nullable=False),
-    sa.Column("disposition", sa.String(16), nullable=False),
+    sa.Column("disposition", Varchar(16), nullable=False),
     sa.Column("applied_version", _Long, nullable=True),
     sa.Column("weight", _Double, nullable=True),
     sa.Index("gt_ledger_round", "job_id", "base_version"),
@@ -148,17 +150,17 @@ gt_ledger = sa.Table(
 gt_file = sa.Table(
     "gt_file",
     gt_metadata,
-    sa.Column("name", sa.String(191), primary_key=True),
+    sa.Column("name", Varchar(191), primary_key=True),
     sa.Column("job_id", _Long, nullable=False),
     sa.Column(
-        "kind", sa.String(16), nullable=False
+        "kind", Varchar(16), nullable=False
     ),  # graph, optimizer, evaluation, constants, shard, state, microtask
     sa.Column("version", _Long, nullable=True),  # of the model, for state and microtask files
-    sa.Column("sha256", sa.String(64), nullable=False),
-    sa.Column("md5", sa.String(32), nullable=False),
+    sa.Column("sha256", Varchar(64), nullable=False),
+    sa.Column("md5", Varchar(32), nullable=False),
     sa.Column("bytes", _Long, nullable=False),
     sa.Column("create_time", _Long, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("state", Varchar(16), nullable=False),
     sa.Index("gt_file_job", "job_id", "state", "kind"),
     mysql_engine="InnoDB",
 )
@@ -166,7 +168,7 @@ gt_file = sa.Table(
 gt_heartbeat = sa.Table(
     "gt_heartbeat",
     gt_metadata,
-    sa.Column("daemon", sa.String(64), primary_key=True),
+    sa.Column("daemon", Varchar(64), primary_key=True),
     sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("time", _Double, nullable=False),
     sa.Column("note", sa.Text, nullable=False, default=""),
