@@ -1,6 +1,6 @@
 """The assimilator daemon: takes validated gradients in and turns complete rounds into model versions.
 
-    main -> run_passes -> one_pass -> intake (each workunit) -> apply (each job) -> evaluate (in the background)
+    main -> run_passes -> one_pass -> intake (workunits in batches) -> apply (each job) -> evaluate (in the background)
 
 Intake is sharded by workunit (`--mod`), applying by job. Follows sched/assimilator.cpp, except that it is
 idempotent: handling a workunit twice changes nothing.
@@ -9,26 +9,32 @@ idempotent: handling a workunit twice changes nothing.
 from __future__ import annotations
 
 import logging
+import random
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import DBAPIError
 
+from assimilator import intake
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
-from assimilator.intake import take_in
+from assimilator.intake import Case, Outcome
 from boinc_project import store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
-from boinc_project.database import Database
+from boinc_project.database import Database, is_conflict, is_lost
+from boinc_project.durable import FileBatch
 from boinc_project.gt_tables import JobState
 from boinc_project.project_tree import ProjectTree
 
 ABOUT = "Takes validated gradients into the ledger and publishes new model versions."
 DEFAULT_SLEEP_S = 5.0
-WORKUNITS_PER_PASS = 1000
+WORKUNITS_PER_BATCH = 200  # they share two waits for the disk and one commit
+READERS = 4  # threads that read and check payloads
+MAX_CONFLICTS = 5
 PARK_AFTER = 3  # unexpected exceptions for one workunit
 RETRY_S = 60.0
 
@@ -64,45 +70,89 @@ class Assimilator:
             self.one_pass()
 
     def _intake(self) -> bool:
+        """Take in every workunit that is ready, a batch at a time; returns whether anything was done."""
+        worked, left, seen = False, self.options.limit, max(self.options.min_wu_id, self.options.wu_id or 0) - 1
         with self.database.read() as connection:
-            units = store.ready_to_assimilate(connection, self.appid, WORKUNITS_PER_PASS)
-            known = {job.id: job for job in store.jobs(connection)}
-        worked = False
-        for unit in units:
+            jobs = {job.id: job for job in store.jobs(connection)}
+        while left is None or left > 0:
             self.stopper.check()
-            identifier = int(unit["id"])
-            if not self.options.takes(identifier) or self.not_before.get(identifier, 0.0) > time.time():
-                continue
             with self.database.read() as connection:
-                task = store.microtask_of(connection, str(unit["name"]))
-            if task is None:
-                self.not_before[identifier] = float("inf")
-                log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", identifier, unit["name"])
-                continue
+                units = store.ready_to_assimilate(
+                    connection, self.appid, WORKUNITS_PER_BATCH, after=seen, mod=self.options.mod
+                )
+                if not units:
+                    break
+                seen = int(units[-1]["id"])
+                cases, foreign = intake.look_up(connection, [unit for unit in units if self._takes(unit)][:left], jobs)
+            for unit in foreign:
+                self.not_before[int(unit["id"])] = float("inf")
+                log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", unit["id"], unit["name"])
+            left = None if left is None else left - len(cases)
             if self.options.dry_run:
-                log.info("[WU#%d %s] would be taken in", identifier, unit["name"])
-                continue
-            worked |= self._guarded(unit, task, known[int(task["job_id"])])
+                for case in cases:
+                    log.info("[WU#%d %s] would be taken in", case.id, case.name)
+            elif cases:
+                worked |= self._take_in(cases)
         return worked
 
-    def _guarded(self, unit: store.Row, task: store.Row, job: store.JobRow) -> bool:
-        """Take one workunit in; an unexpected fault parks it and leaves the others alone."""
+    def _takes(self, unit: store.Row) -> bool:
         identifier = int(unit["id"])
+        return self.options.takes(identifier) and self.not_before.get(identifier, 0.0) <= time.time()
+
+    def _take_in(self, cases: Sequence[Case]) -> bool:
+        """Keep the payloads of a batch, then write its rows, job by job; returns whether anything was done."""
+        outcomes: dict[int, list[Outcome]] = {}
+        with FileBatch(len(cases)) as files:
+            with ThreadPoolExecutor(READERS, thread_name_prefix="intake") as readers:
+                for outcome in readers.map(lambda case: self._prepared(case, files), cases):
+                    if outcome is not None:
+                        outcomes.setdefault(outcome.case.job.id, []).append(outcome)
+            files.commit()
+        done = [self._recorded(group) for _, group in sorted(outcomes.items())]
+        return any(done)
+
+    def _prepared(self, case: Case, files: FileBatch) -> Outcome | None:
+        """One workunit's outcome; an unexpected fault parks it and leaves the others alone."""
         try:
-            take_in(self.database, self.tree, unit, task, job, time.time())
-        except DBAPIError:
-            raise
+            return intake.prepare(self.tree, case, files)
         except OSError as error:
-            self.not_before[identifier] = time.time() + RETRY_S
-            log.warning("[WU#%d %s] storage is away (%s); later", identifier, unit["name"], error)
-            return False
+            self.not_before[case.id] = time.time() + RETRY_S
+            log.warning("[WU#%d %s] storage is away (%s); later", case.id, case.name, error)
         except Exception:
-            count = self.failures[identifier] = self.failures.get(identifier, 0) + 1
-            parked = count >= PARK_AFTER
-            self.not_before[identifier] = float("inf") if parked else time.time() + RETRY_S
-            log.critical("[WU#%d] intake failed%s", identifier, "; it is parked" if parked else "", exc_info=True)
+            self._failed(case)
+        return None
+
+    def _recorded(self, outcomes: Sequence[Outcome]) -> bool:
+        """Write outcomes of one job in one transaction. If that fails, each is tried by itself."""
+        job = outcomes[0].case.job
+        try:
+            for attempt in range(MAX_CONFLICTS):
+                try:
+                    with self.database.transaction() as connection:
+                        lines = intake.record(connection, job, outcomes, time.time())
+                    break
+                except DBAPIError as error:
+                    if attempt + 1 == MAX_CONFLICTS or not is_conflict(error):
+                        raise
+                    time.sleep(random.uniform(0, 0.02) * (attempt + 1))
+        except Exception as error:
+            if isinstance(error, DBAPIError) and is_lost(error):
+                raise
+            if len(outcomes) > 1:
+                done = [self._recorded([outcome]) for outcome in outcomes]
+                return any(done)
+            self._failed(outcomes[0].case)
             return False
+        for line in lines:
+            log.info("%s", line)
         return True
+
+    def _failed(self, case: Case) -> None:
+        """Note an unexpected fault with one workunit, from within the handler of its exception."""
+        count = self.failures[case.id] = self.failures.get(case.id, 0) + 1
+        parked = count >= PARK_AFTER
+        self.not_before[case.id] = float("inf") if parked else time.time() + RETRY_S
+        log.critical("[WU#%d] intake failed%s", case.id, "; it is parked" if parked else "", exc_info=True)
 
     def _advance(self) -> bool:
         with self.database.read() as connection:

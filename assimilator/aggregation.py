@@ -7,16 +7,22 @@ Contributions are folded in slot order, in float64, elementwise; the result is r
              (https://arxiv.org/abs/2311.08105), then an outer Nesterov step
 Buffers (running statistics of batch norm) are averaged by samples and never given an optimizer step;
 integer buffers (counters) take the largest value.
+
+Memory: one float64 sum of the model, and the files of two contributions: the one that is decoded, in small
+pieces, and the next one, which a thread reads meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from boinc_project.contract.update import OpenUpdate
 
 Array = npt.NDArray[Any]
 
@@ -29,16 +35,16 @@ class NothingToFold(Exception):
 class Contribution:
     """One validated update: its place in the round, its weight (samples by the server's own record), its tensors.
 
-    `load` reads the tensors when they are needed, so that only one contribution is in memory at a time.
+    `load` reads the file when it is needed; it is called from another thread, one contribution after the other.
     """
 
     slot: int
     samples: int
-    load: Callable[[], Mapping[str, Array]]
+    load: Callable[[], OpenUpdate]
 
 
 def fold(contributions: Iterable[Contribution], policy: str) -> tuple[dict[str, Array], dict[str, Array], int]:
-    """(gradient by parameter name, buffers by name, samples). Raises NothingToFold."""
+    """(gradient by parameter name, buffers by name, samples). Raises NothingToFold, and what `load` raises."""
     ordered = sorted(contributions, key=lambda c: c.slot)
     total = sum(c.samples for c in ordered)
     if total <= 0:
@@ -46,27 +52,45 @@ def fold(contributions: Iterable[Contribution], policy: str) -> tuple[dict[str, 
     prefix = "gradient/" if policy == "sync" else "delta/"
     sums: dict[str, Array] = {}
     buffers: dict[str, Array] = {}
-    for contribution in ordered:
+    for contribution, update in _loaded(ordered):
         share = contribution.samples / total
-        for name, array in contribution.load().items():
+        for name in update.types:
             if name.startswith(prefix):
                 # A gradient is already a sum over its samples; a delta is weighted by them.
                 weight = 1.0 / total if policy == "sync" else share
-                _add(sums, name[len(prefix) :], array, weight)
+                _add(sums, name[len(prefix) :], update, name, weight)
             elif name.startswith("buffer/"):
+                array = update.plain(name)
                 if array.dtype.kind == "f":
-                    _add(buffers, name[len("buffer/") :], array, share)
+                    _add(buffers, name[len("buffer/") :], update, name, share)
                 else:
                     old = buffers.get(name[len("buffer/") :])
                     buffers[name[len("buffer/") :]] = array if old is None else np.maximum(old, array)
-    gradient = {name: total_array.astype(np.float32) for name, total_array in sums.items()}
+    gradient = {name: sums.pop(name).astype(np.float32) for name in list(sums)}
     rounded = {n: a.astype(np.float32) if a.dtype == np.float64 else np.array(a) for n, a in buffers.items()}
     return gradient, rounded, total
 
 
-def _add(sums: dict[str, Array], name: str, array: Array, weight: float) -> None:
-    term = array.astype(np.float64) * weight
-    if name in sums:
-        sums[name] += term
-    else:
-        sums[name] = term
+def _loaded(ordered: Sequence[Contribution]) -> Iterator[tuple[Contribution, OpenUpdate]]:
+    """Each contribution with its update; the next one is read while the caller works on this one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="payload") as reader:
+        coming = reader.submit(ordered[0].load)
+        for number, contribution in enumerate(ordered):
+            update = coming.result()
+            if number + 1 < len(ordered):
+                coming = reader.submit(ordered[number + 1].load)
+            yield contribution, update
+
+
+def _add(sums: dict[str, Array], key: str, update: OpenUpdate, name: str, weight: float) -> None:
+    """sums[key] += weight * tensor, where the first term is assigned (so that -0.0 stays what it is)."""
+    first = key not in sums
+    if first:
+        sums[key] = np.empty(update.types[name].shape, np.float64)
+    total = sums[key].reshape(-1)
+    for where, values in update.pieces(name):
+        term = np.multiply(values, weight, dtype=np.float64)
+        if first:
+            total[where] = term
+        else:
+            total[where] += term

@@ -24,20 +24,23 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from assimilator.aggregation import Contribution, NothingToFold, fold
-from assimilator.intake import decode
-from assimilator.optimizers import AdamW, Optimizer, Sgd
+from assimilator.intake import open_payload
+from assimilator.optimizers import AdamW, Optimizer, Sgd, step_in_place
 from boinc_project import store
 from boinc_project.contract.errors import ContractError
+from boinc_project.contract.update import OpenUpdate
 from boinc_project.database import Database
-from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_version
+from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_microtask, gt_version
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import Published, state_file_name
 from boinc_project.project_tree import ProjectTree
+from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.store import JobRow, Member
 from boinc_project.supply_limits import MAX_ATTEMPTS
 
 Array = npt.NDArray[Any]
 Row = Mapping[str, Any]
+Tensors = Mapping[str, Array]
 log = logging.getLogger("assimilator")
 
 
@@ -84,19 +87,20 @@ def server_learning_rate(config: JobConfig, version: int) -> float:
 
 
 def compute(
-    config: JobConfig,
-    version: int,
-    state: Mapping[str, Array],
-    optimizer: Mapping[str, Array],
-    contributions: Sequence[Contribution],
+    config: JobConfig, version: int, load: Callable[[], tuple[Tensors, Tensors]], contributions: Sequence[Contribution]
 ) -> NewVersion:
-    """Fold the contributions into `state` (of `version`) and take one step. Raises NothingToFold, VersionNotFinite."""
+    """Fold the contributions and take one step from the state and optimizer state of `version`.
+
+    `load` gives both once the contributions are folded; their arrays are used up where they can be written to.
+    Raises NothingToFold, VersionNotFinite, and what loading raises.
+    """
     gradient, buffers, samples = fold(contributions, config.train.policy)
+    state, optimizer = load()
     parameters = {name[len("parameter/") :]: a for name, a in state.items() if name.startswith("parameter/")}
-    stepped, new_optimizer = optimizer_of(config).step(
-        parameters, gradient, optimizer, version + 1, server_learning_rate(config, version)
-    )
-    new_state = {f"parameter/{name}": array for name, array in stepped.items()}
+    rate = server_learning_rate(config, version)
+    new_optimizer = step_in_place(optimizer_of(config), parameters, gradient, optimizer, version + 1, rate)
+    del gradient
+    new_state = {f"parameter/{name}": array for name, array in parameters.items()}
     for name, array in state.items():
         if name.startswith("buffer/"):
             new_state[name] = buffers.get(name[len("buffer/") :], array)
@@ -116,19 +120,20 @@ def contributions_of(
     entries = {str(r["workunit_name"]): r for r in store.ledger_of_version(connection, job.id, version)}
     chosen = [entries[member.workunit_name] for member in members]
     made = []
+    names = [(str(row["workunit_name"]),) for row in chosen]
+    tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, ("workunit_name", "document", "digest"))
     for row in chosen:
-        task = store.microtask_of(connection, str(row["workunit_name"]))
-        assert task is not None, row["workunit_name"]
+        task = tasks[(str(row["workunit_name"]),)]
         made.append(Contribution(int(row["slot"]), int(row["samples"]), _payload_loader(job, row, task)))
     return chosen, made
 
 
-def _payload_loader(job: JobRow, entry: Row, task: Row) -> Callable[[], Mapping[str, Array]]:
-    def load() -> Mapping[str, Array]:
+def _payload_loader(job: JobRow, entry: Row, task: Row) -> Callable[[], OpenUpdate]:
+    def load() -> OpenUpdate:
         data = (job.folder.path / str(entry["payload_file"])).read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["payload_sha256"]:
             raise ContractError(f"payload {entry['payload_file']} is damaged", fault="digest")
-        return decode(job, task, data).tensors
+        return open_payload(job, task, data)
 
     return load
 
@@ -150,10 +155,13 @@ class Applier:
             chosen, contributions = contributions_of(connection, job, version, members)
             base = store.version_row(connection, job.id, version)
         assert base is not None, (job.name, version)
+        digests = str(base["state_sha256"]), str(base["optimizer_sha256"])
+
+        def load() -> tuple[Tensors, Tensors]:
+            return job.folder.read_state(version, digests[0]), job.folder.read_optimizer(version, digests[1])
+
         try:
-            state = job.folder.read_state(version, str(base["state_sha256"]))
-            optimizer = job.folder.read_optimizer(version, str(base["optimizer_sha256"]))
-            made = compute(job.config, version, state, optimizer, contributions)
+            made = compute(job.config, version, load, contributions)
         except (VersionNotFinite, NothingToFold, ContractError, FileNotFoundError) as error:
             self._hold(job, str(error))
             return False
@@ -204,9 +212,8 @@ class Applier:
 
     def _publish(self, job: JobRow, version: int, made: NewVersion, chosen: Sequence[Row]) -> None:
         path, digest, optimizer_digest = job.folder.write_version(version, made.state, made.optimizer)
-        data = path.read_bytes()
         name = state_file_name(job.name, version, digest)
-        staged = self._tree.stage_file(data, name)
+        staged = self._tree.stage_file(path, name)
         published = Published(name, digest, staged.md5, staged.nbytes)
         loss = round_loss(chosen)
         with self._database.transaction() as connection:
@@ -219,7 +226,7 @@ class Applier:
                     version=version,
                     create_time=time.time(),
                     state_sha256=digest,
-                    state_bytes=len(data),
+                    state_bytes=staged.nbytes,
                     optimizer_sha256=optimizer_digest,
                     contributions=len(chosen),
                     samples=made.samples,
@@ -228,12 +235,9 @@ class Applier:
                 )
             )
             store.record_file(connection, job.id, "state", published, version=version)
-            for row in chosen:
-                connection.execute(
-                    sa.update(gt_ledger)
-                    .where(gt_ledger.c.workunit_name == row["workunit_name"])
-                    .values(disposition=str(Disposition.APPLIED), applied_version=version)
-                )
+            applied = {"disposition": str(Disposition.APPLIED), "applied_version": version}
+            changes: dict[Key, Row] = {(str(row["workunit_name"]),): applied for row in chosen}
+            update_rows(connection, gt_ledger, ("workunit_name",), changes)
             connection.execute(sa.update(gt_job).where(gt_job.c.id == job.id).values(current_version=version))
         log.info(
             "[JOB %s] version %d published: %d contributions, %d samples, loss %s",

@@ -1,31 +1,34 @@
-"""Intake: one assimilated workunit becomes one ledger row and one payload kept by us, or a failed slot.
+"""Intake: assimilated workunits become ledger rows and payloads kept by us, or failed slots.
 
-    take_in(...)   verify digest -> keep the payload (copied, fsynced) -> one transaction: ledger row,
-                   microtask state, workunit DONE
+    look_up   what the database says of workunits that are ready (one short read)
+    prepare   verify the digest, copy the payload, read its loss (each workunit by itself, no transaction)
+    record    one transaction for many workunits of a job: ledger rows, microtask states, workunits DONE
 
-The payload is copied because BOINC's upload handler may rewrite the same inode and its file deleter removes
-it once the workunit is assimilated. A crash before the transaction leaves a payload file that the next try
-writes again under the same name; after it, nothing is left to do.
+The payloads are durable before `record`. They are copied because BOINC's upload handler may rewrite the same
+inode and its file deleter removes it once the workunit is assimilated. A crash before the transaction leaves
+payload files that the next try writes again under the same names; after it, nothing is left to do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from boinc_project import store, templates
-from boinc_project.contract import tensorfile
-from boinc_project.contract.codecs import Codec
 from boinc_project.contract.microtask import UPDATE_FILE, Microtask
-from boinc_project.contract.update import Update, read_update, update_types
-from boinc_project.database import Database
-from boinc_project.gt_tables import Disposition, MicrotaskState, gt_ledger
+from boinc_project.contract.update import OpenUpdate, open_update
+from boinc_project.database import result, workunit
+from boinc_project.durable import FileBatch
+from boinc_project.gt_tables import Disposition, MicrotaskState, gt_ledger, gt_microtask
 from boinc_project.project_tree import ProjectTree
-from boinc_project.states import ErrorMask
+from boinc_project.rows import Key, read_rows, update_rows
+from boinc_project.states import AssimilateState, ErrorMask
 from boinc_project.store import JobRow
 
 Row = Mapping[str, Any]
@@ -36,62 +39,153 @@ class PayloadChanged(Exception):
     """The canonical file is gone, or is not the one that the validator judged."""
 
 
-def take_in(database: Database, tree: ProjectTree, unit: Row, task: Row, job: JobRow, now: float) -> None:
-    """Handle one workunit that is ready to assimilate; doing it again changes nothing."""
-    if not unit["canonical_resultid"]:
-        _fail(database, unit, f"workunit failed: {describe_errors(int(unit['error_mask']))}", now)
-        return
-    with database.read() as connection:
-        known = store.ledger_entry(connection, str(unit["name"]))
-        results = store.results_of(connection, int(unit["id"]))
-    if known is not None:  # somebody set the workunit back: its files may be gone by now, and are not needed
-        _mark_again(database, unit, now)
-        return
-    canonical = next((row for row in results if row["id"] == unit["canonical_resultid"]), None)
+@dataclass(frozen=True)
+class Case:
+    """A workunit that is ready to assimilate, and what the database says of it."""
+
+    unit: Row
+    task: Row
+    job: JobRow
+    canonical: Row | None  # its canonical result: id, hostid, xml_doc_in
+    known: bool  # its gradient is in the ledger already
+
+    @property
+    def id(self) -> int:
+        return int(self.unit["id"])
+
+    @property
+    def name(self) -> str:
+        return str(self.unit["name"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What intake makes of a workunit: a payload that is kept, or the reason why its slot is released.
+
+    Neither of them: somebody set an assimilated workunit back; its files may be gone, and are not needed.
+    """
+
+    case: Case
+    payload_file: str = ""  # relative to the job's folder
+    loss: float | None = None
+    failure: str = ""
+
+
+def look_up(connection: Connection, units: Sequence[Row], jobs: Mapping[int, JobRow]) -> tuple[list[Case], list[Row]]:
+    """The cases of these workunits, and those that are none of our microtasks; both in the given order."""
+    names = [(str(unit["name"]),) for unit in units]
+    tasks = read_rows(connection, gt_microtask, ("workunit_name",), names)
+    known = read_rows(connection, gt_ledger, ("workunit_name",), names, ("workunit_name",))
+    ids = [(int(unit["canonical_resultid"]),) for unit in units if unit["canonical_resultid"]]
+    canonical = read_rows(connection, result, ("id",), ids, ("id", "hostid", "xml_doc_in"))
+    cases, foreign = [], []
+    for unit, name in zip(units, names, strict=True):
+        task = tasks.get(name)
+        job = None if task is None else jobs.get(int(task["job_id"]))
+        if task is None or job is None:
+            foreign.append(unit)
+            continue
+        found = canonical.get((int(unit["canonical_resultid"]),))
+        cases.append(Case(unit, task, job, found, name in known))
+    return cases, foreign
+
+
+def prepare(tree: ProjectTree, case: Case, files: FileBatch) -> Outcome:
+    """Decide about one workunit and hand its payload to `files`. OSError means that storage is away."""
+    if not case.unit["canonical_resultid"]:
+        return Outcome(case, failure=f"workunit failed: {describe_errors(int(case.unit['error_mask']))}")
+    if case.known:
+        return Outcome(case)
+    digest = str(case.task["canonical_sha256"])
     try:
-        if canonical is None:
-            raise PayloadChanged("its canonical result is not in the database")
-        data = _judged_bytes(tree, canonical, str(task["canonical_sha256"]))
+        data = _judged_bytes(tree, case.canonical, digest)
     except PayloadChanged as error:
-        _fail(database, unit, f"payload lost after validation: {error}", now)
-        return
-    digest = str(task["canonical_sha256"])
-    path = job.folder.payload_path(str(unit["name"]), digest)
-    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-        tensorfile.write_bytes(path, data)
-    loss = mean_loss(decode(job, task, data))
-    with database.transaction() as connection:
-        store.lock_job(connection, job.id)  # one slot of one round at a time, whoever else takes in
-        if store.ledger_entry(connection, str(unit["name"])) is None:
-            rivals = store.ledger_of_version(connection, job.id, int(task["version"]))
-            taken = any(row["slot"] == task["slot"] and row["disposition"] != Disposition.DROPPED for row in rivals)
-            disposition = Disposition.DUPLICATE if taken else Disposition.PENDING
-            if store.round_members(connection, job.id, int(task["version"]) + 1) is not None:
-                disposition = Disposition.TOO_OLD  # its round was closed without it
-            if _is_cancelled(connection, unit):  # its version was rolled back meanwhile
-                disposition = Disposition.DROPPED
-            connection.execute(
-                sa.insert(gt_ledger).values(
-                    workunit_name=unit["name"],
-                    job_id=job.id,
-                    base_version=task["version"],
-                    slot=task["slot"],
-                    payload_sha256=digest,
-                    payload_file=str(path.relative_to(job.folder.path)),
-                    samples=task["samples"],
-                    loss=loss,
-                    hostid=canonical["hostid"] if canonical else 0,
-                    intake_time=now,
-                    disposition=str(disposition),
-                    applied_version=None,
-                    weight=None,
-                )
-            )
+        return Outcome(case, failure=f"payload lost after validation: {error}")
+    loss = mean_loss(open_payload(case.job, case.task, data))
+    path = case.job.folder.payload_path(case.name, digest)
+    files.add(path, data)
+    return Outcome(case, payload_file=str(path.relative_to(case.job.folder.path)), loss=loss)
+
+
+def record(connection: Connection, job: JobRow, outcomes: Sequence[Outcome], now: float) -> list[str]:
+    """Write what became of workunits of one job; returns the lines to log once it is committed.
+
+    Doing it again changes nothing: a workunit that is not READY any more is left alone, and one whose gradient
+    is in the ledger is only marked as assimilated.
+    """
+    ids = [(outcome.case.id,) for outcome in outcomes]
+    locked = read_rows(connection, workunit, ("id",), ids, ("id", "assimilate_state"), lock=True)
+    ready = {key for key, row in locked.items() if row["assimilate_state"] == AssimilateState.READY}
+    mine = [outcome for outcome in outcomes if (outcome.case.id,) in ready]
+    store.lock_job(connection, job.id)  # one slot of one round at a time, whoever else takes in
+    names = [(outcome.case.name,) for outcome in mine]
+    known = read_rows(connection, gt_ledger, ("workunit_name",), names, ("workunit_name",))
+    states = read_rows(connection, gt_microtask, ("workunit_name",), names, ("workunit_name", "state"))
+    rounds = _Rounds(connection, job.id, {int(outcome.case.task["version"]) for outcome in mine})
+    entries: list[dict[str, Any]] = []
+    microtasks: dict[Key, Row] = {}
+    lines = []
+    for outcome in mine:
+        name = outcome.case.name
+        withdrawn = (name,) not in states or states[(name,)]["state"] == MicrotaskState.CANCELLED
+        shown = f"[WU#{outcome.case.id} {name}]"
+        if outcome.failure:
+            # The slot is free: the generator issues the same microtask again, a few times.
+            if not withdrawn:
+                microtasks[(name,)] = {"state": str(MicrotaskState.FAILED), "note": outcome.failure}
+            lines.append(f"{shown} {outcome.failure}")
+        elif (name,) in known or not outcome.payload_file:
+            lines.append(f"{shown} was taken in already; nothing is applied again")
+        else:
+            disposition = Disposition.DROPPED if withdrawn else rounds.disposition(outcome.case.task)
+            entries.append(_entry(outcome, disposition, now))
             if disposition != Disposition.DROPPED:
-                store.set_microtask(connection, str(unit["name"]), MicrotaskState.FOLDED)
-            shown = "unknown" if loss is None else f"{loss:.5g}"
-            log.info("[WU#%d %s] taken in (%s), loss %s", unit["id"], unit["name"], disposition, shown)
-        store.mark_assimilated(connection, int(unit["id"]), int(now))
+                microtasks[(name,)] = {"state": str(MicrotaskState.FOLDED), "note": ""}
+            loss = "unknown" if outcome.loss is None else f"{outcome.loss:.5g}"
+            lines.append(f"{shown} taken in ({disposition}), loss {loss}")
+    if entries:
+        connection.execute(sa.insert(gt_ledger), entries)
+    update_rows(connection, gt_microtask, ("workunit_name",), microtasks)
+    done = {"assimilate_state": int(AssimilateState.DONE), "transition_time": int(now)}
+    update_rows(connection, workunit, ("id",), dict.fromkeys(ready, done))
+    return lines
+
+
+class _Rounds:
+    """The rounds over some versions of a job: which slots are filled, and which rounds are closed."""
+
+    def __init__(self, connection: Connection, job_id: int, versions: Iterable[int]) -> None:
+        wanted = sorted(versions)
+        self._filled = store.filled_slots(connection, job_id, wanted)
+        self._closed = store.committed_versions(connection, job_id, [version + 1 for version in wanted])
+
+    def disposition(self, task: Row) -> Disposition:
+        """What becomes of a gradient for this microtask's slot, which is filled from now on."""
+        version, slot = int(task["version"]), int(task["slot"])
+        taken = (version, slot) in self._filled
+        self._filled.add((version, slot))
+        if version + 1 in self._closed:
+            return Disposition.TOO_OLD  # its round was closed without it
+        return Disposition.DUPLICATE if taken else Disposition.PENDING
+
+
+def _entry(outcome: Outcome, disposition: Disposition, now: float) -> dict[str, Any]:
+    case = outcome.case
+    return {
+        "workunit_name": case.name,
+        "job_id": case.job.id,
+        "base_version": case.task["version"],
+        "slot": case.task["slot"],
+        "payload_sha256": case.task["canonical_sha256"],
+        "payload_file": outcome.payload_file,
+        "samples": case.task["samples"],
+        "loss": outcome.loss,
+        "hostid": case.canonical["hostid"] if case.canonical else 0,
+        "intake_time": now,
+        "disposition": str(disposition),
+        "applied_version": None,
+        "weight": None,
+    }
 
 
 def describe_errors(mask: int) -> str:
@@ -100,51 +194,35 @@ def describe_errors(mask: int) -> str:
     return ", ".join(names) or "no canonical result"
 
 
-def decode(job: JobRow, task: Row, data: bytes) -> Update:
+def open_payload(job: JobRow, task: Row, data: bytes) -> OpenUpdate:
     """The update in a payload, by the microtask's own codec and types."""
     microtask = Microtask.from_json(str(task["document"]).encode("ascii"))
-    types = update_types(job.folder.gradient_graph, microtask.mode, microtask.steps)
-    codec: Codec = microtask.codec
-    return read_update(data, types, codec, str(task["digest"]))
+    types = job.folder.update_types(microtask.mode, microtask.steps)
+    return open_update(data, types, microtask.codec, str(task["digest"]))
 
 
-def mean_loss(update: Update) -> float | None:
+def mean_loss(update: OpenUpdate) -> float | None:
     """Loss per sample over all steps, as the replicas agreed on it; None if they claim to have seen no sample."""
-    total = float(update.tensors["metric/loss"].astype("float64").sum())
-    weight = float(update.tensors["metric/weight"].astype("float64").sum())
+    total = float(update.plain("metric/loss").astype("float64").sum())
+    weight = float(update.plain("metric/weight").astype("float64").sum())
     return total / weight if weight > 0 else None
 
 
-def _judged_bytes(tree: ProjectTree, result: Row, digest: str) -> bytes:
+def _judged_bytes(tree: ProjectTree, canonical: Row | None, digest: str) -> bytes:
     """The canonical file, if it still is the one the validator judged."""
-    names = [f.name for f in templates.output_files(str(result["xml_doc_in"] or "")) if f.open_name == UPDATE_FILE]
+    if canonical is None:
+        raise PayloadChanged("its canonical result is not in the database")
+    names = [f.name for f in templates.output_files(str(canonical["xml_doc_in"] or "")) if f.open_name == UPDATE_FILE]
     if not names:
         raise PayloadChanged("its result names no output file")
+    path = tree.upload_path(names[0])
     try:
-        data = tree.upload_path(names[0]).read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError as error:
+        root = tree.config.upload_dir
+        if not root.is_dir() or not any(root.iterdir()):  # a mount point without its mount
+            raise OSError(f"the upload directory {root} is missing or empty") from error
         raise PayloadChanged(f"{names[0]} is gone") from error
     if hashlib.sha256(data).hexdigest() != digest:
         raise PayloadChanged(f"{names[0]} was overwritten after validation")
     return data
-
-
-def _is_cancelled(connection: sa.Connection, unit: Row) -> bool:
-    """Whether the microtask was withdrawn (rolled back) meanwhile."""
-    task = store.microtask_of(connection, str(unit["name"]))
-    return task is None or task["state"] == MicrotaskState.CANCELLED
-
-
-def _mark_again(database: Database, unit: Row, now: float) -> None:
-    with database.transaction() as connection:
-        store.mark_assimilated(connection, int(unit["id"]), int(now))
-    log.info("[WU#%d %s] was taken in already; nothing is applied again", unit["id"], unit["name"])
-
-
-def _fail(database: Database, unit: Row, reason: str, now: float) -> None:
-    """Release the slot: the generator issues the same microtask again, a few times."""
-    with database.transaction() as connection:
-        if not _is_cancelled(connection, unit):
-            store.set_microtask(connection, str(unit["name"]), MicrotaskState.FAILED, reason)
-        store.mark_assimilated(connection, int(unit["id"]), int(now))
-    log.warning("[WU#%d %s] %s", unit["id"], unit["name"], reason)

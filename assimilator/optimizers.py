@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
+PIECE_ELEMENTS = 1 << 16  # of one tensor are stepped at a time, so that the temporaries stay small
 
 
 class Optimizer(Protocol):
@@ -84,3 +85,35 @@ class AdamW:
             new_state[f"exp_avg/{name}"] = m
             new_state[f"exp_avg_sq/{name}"] = v
         return new_parameters, new_state
+
+
+def step_in_place(
+    optimizer: Optimizer, parameters: dict[str, Array], gradient: Tensors, state: Tensors, number: int, lr: float
+) -> dict[str, Array]:
+    """Take one step, writing over `parameters` and the arrays of `state`; returns the new state.
+
+    Bit for bit what `optimizer.step` gives (every operation is elementwise), without second copies of the model.
+    """
+    keys: dict[str, list[str]] = {}  # of each parameter's state, which are called KIND/NAME
+    for key in state:
+        keys.setdefault(key.partition("/")[2], []).append(key)
+    new_state: dict[str, Array] = {}
+    for name in list(parameters):
+        parameters[name] = _own(parameters[name])
+        new_state.update({key: _own(state[key]) for key in keys.get(name, ())})
+        flat, slope = parameters[name].reshape(-1), gradient[name].reshape(-1)
+        for start in range(0, max(1, flat.size), PIECE_ELEMENTS):
+            where = slice(start, start + PIECE_ELEMENTS)
+            old = {key: new_state[key].reshape(-1)[where] for key in keys.get(name, ())}
+            stepped, kept = optimizer.step({name: flat[where]}, {name: slope[where]}, old, number, lr)
+            flat[where] = stepped[name]
+            for key, piece in kept.items():
+                if key not in new_state:
+                    new_state[key] = np.empty(parameters[name].shape, np.float32)
+                new_state[key].reshape(-1)[where] = piece
+    return new_state
+
+
+def _own(array: Array) -> Array:
+    """The array itself if it may be written over, else a copy."""
+    return array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")

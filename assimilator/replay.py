@@ -36,7 +36,7 @@ def replay(database: Database, job: JobRow) -> dict[int, str]:
             if members is None:
                 raise ContractError(f"job {job.name!r} has no record of the round of version {version + 1}")
             _, contributions = contributions_of(connection, job, version, members)
-        made = compute(job.config, version, state, optimizer, contributions)
+        made = compute(job.config, version, lambda: (state, optimizer), contributions)  # noqa: B023
         state, optimizer = made.state, made.optimizer
         digests[version + 1] = sha256(state_bytes(state))
     return digests

@@ -13,6 +13,7 @@ Everything here appears by rename after fsync and carries its digest in its name
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ from boinc_project.contract import canonical, tensorfile
 from boinc_project.contract.canonical import Taker
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.graph import Graph
+from boinc_project.contract.opset import TensorType
+from boinc_project.contract.update import update_types
 
 Array = npt.NDArray[Any]
 JOBS_DIRECTORY = "gt_jobs"
+STATE_METADATA: Mapping[str, Any] = {"format": "boinc-train-state"}
 
 _VERSION_FILE = re.compile(r"(?:state|optimizer)_(\d+)_[0-9a-f]{16}\.safetensors")
 # Named after the workunit, whose name holds the base version (work_generator/workunits.py).
@@ -146,6 +150,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._types: dict[tuple[str, int], Mapping[str, TensorType]] = {}
 
     @property
     def gradient_graph_path(self) -> Path:
@@ -194,6 +199,13 @@ class JobFolder:
     def gradient_graph(self) -> Graph:
         return Graph.from_bytes(self.gradient_graph_path.read_bytes())
 
+    def update_types(self, mode: str, steps: int) -> Mapping[str, TensorType]:
+        """Name -> type of every tensor of an update of this mode with so many steps."""
+        key = (mode, steps)
+        if key not in self._types:
+            self._types[key] = update_types(self.gradient_graph, mode, steps)
+        return self._types[key]
+
     def write_version(
         self, version: int, state: Mapping[str, Array], optimizer: Mapping[str, Array]
     ) -> tuple[Path, str, str]:
@@ -201,15 +213,12 @@ class JobFolder:
 
         Names carry the digests, so writing the same version again after a crash changes nothing.
         """
-        data = state_bytes(state)
-        digest = sha256(data)
+        digest = _digest(state, STATE_METADATA)
         path = self.state_path(version, digest)
-        optimizer_digest = ""
+        optimizer_digest = _digest(optimizer, {}) if optimizer else ""
         if optimizer:
-            optimizer_data = tensorfile.to_bytes(optimizer)
-            optimizer_digest = sha256(optimizer_data)
-            _write_once(self.optimizer_path(version, optimizer_digest), optimizer_data)
-        _write_once(path, data)
+            _write_once(self.optimizer_path(version, optimizer_digest), optimizer, {}, optimizer_digest)
+        _write_once(path, state, STATE_METADATA, digest)
         return path, digest, optimizer_digest
 
     def read_state(self, version: int, digest: str) -> dict[str, Array]:
@@ -233,20 +242,37 @@ def state_file_name(job: str, version: int, digest: str) -> str:
 
 def state_bytes(state: Mapping[str, Array]) -> bytes:
     """The one file form of a state: a version *is* these bytes, so it is identified by their SHA-256."""
-    return tensorfile.to_bytes(state, {"format": "boinc-train-state"})
+    return tensorfile.to_bytes(state, STATE_METADATA)
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _write_once(path: Path, data: bytes) -> None:
-    if not (path.exists() and path.read_bytes() == data):
-        tensorfile.write_bytes(path, data)
+def _digest(tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for piece in tensorfile.chunks(tensors, metadata):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _write_once(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any], digest: str) -> None:
+    """Write a file, piece by piece, unless these bytes are there already."""
+    if not (path.exists() and file_sha256(path) == digest):
+        tensorfile.write_chunks(path, tensorfile.chunks(tensors, metadata))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, 64 hex digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read_checked(path: Path, digest: str) -> dict[str, Array]:
-    data = path.read_bytes()
-    if sha256(data) != digest:
+    """A file's tensors, in memory that the caller may write to."""
+    with path.open("rb") as stream:
+        data = bytearray(os.fstat(stream.fileno()).st_size)
+        stream.readinto(data)
+    if hashlib.sha256(data).hexdigest() != digest:
         raise ContractError(f"{path} is damaged: its SHA-256 is not the recorded one", fault="digest")
-    return dict(tensorfile.from_bytes(data, None, path.name).tensors)
+    return dict(tensorfile.from_bytes(memoryview(data), None, path.name).tensors)

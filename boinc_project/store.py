@@ -35,6 +35,7 @@ from boinc_project.gt_tables import (
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, JobFolder, Published
+from boinc_project.rows import Key, update_rows
 from boinc_project.states import AssimilateState, Outcome, ServerState
 
 Row = Mapping[str, Any]
@@ -249,26 +250,32 @@ def lock_workunit(connection: Connection, workunit_id: int) -> Row | None:
     return None if row is None else dict(row)
 
 
-def ready_to_assimilate(connection: Connection, appid: int, limit: int) -> list[Row]:
-    """Workunits of the app that the validator or transitioner handed over, by id."""
-    query = (
-        sa.select(workunit)
-        .where(workunit.c.appid == appid, workunit.c.assimilate_state == int(AssimilateState.READY))
-        .order_by(workunit.c.id)
-        .limit(limit)
+def ready_to_assimilate(
+    connection: Connection, appid: int, limit: int, *, after: int = 0, mod: tuple[int, int] | None = None
+) -> list[Row]:
+    """Workunits above id `after` that the validator or transitioner handed over, by id: id, name,
+    canonical_resultid, error_mask. `mod` (n, r): only those with id % n == r."""
+    columns = (workunit.c.id, workunit.c.name, workunit.c.canonical_resultid, workunit.c.error_mask)
+    query = sa.select(*columns).where(
+        workunit.c.appid == appid,
+        workunit.c.assimilate_state == int(AssimilateState.READY),
+        workunit.c.id > after,
     )
-    return [dict(row) for row in connection.execute(query).mappings()]
+    if mod is not None:
+        query = query.where(workunit.c.id % mod[0] == mod[1])
+    return [dict(row) for row in connection.execute(query.order_by(workunit.c.id).limit(limit)).mappings()]
 
 
-def needing_validation(connection: Connection, appid: int, limit: int) -> list[int]:
-    """Ids of workunits with something to validate."""
-    query = (
-        sa.select(workunit.c.id)
-        .where(workunit.c.appid == appid, workunit.c.need_validate > 0)
-        .order_by(workunit.c.id)
-        .limit(limit)
+def needing_validation(
+    connection: Connection, appid: int, limit: int, *, after: int = 0, mod: tuple[int, int] | None = None
+) -> list[int]:
+    """Ids above `after` of workunits with something to validate, in ascending order; `mod` (n, r): id % n == r."""
+    query = sa.select(workunit.c.id).where(
+        workunit.c.appid == appid, workunit.c.need_validate > 0, workunit.c.id > after
     )
-    return [int(each) for each in connection.execute(query).scalars()]
+    if mod is not None:
+        query = query.where(workunit.c.id % mod[0] == mod[1])
+    return [int(each) for each in connection.execute(query.order_by(workunit.c.id).limit(limit)).scalars()]
 
 
 def mark_assimilated(connection: Connection, workunit_id: int, now: int) -> bool:
@@ -371,12 +378,27 @@ def commit_round(connection: Connection, job_id: int, version: int, members: Seq
             members=json.dumps([[member.workunit_name, member.weight] for member in members]),
         )
     )
-    for member in members:
-        connection.execute(
-            sa.update(gt_ledger)
-            .where(gt_ledger.c.workunit_name == member.workunit_name)
-            .values(disposition=str(Disposition.COMMITTED), weight=member.weight)
-        )
+    committed = str(Disposition.COMMITTED)
+    changes: dict[Key, Row] = {
+        (member.workunit_name,): {"disposition": committed, "weight": member.weight} for member in members
+    }
+    update_rows(connection, gt_ledger, ("workunit_name",), changes)
+
+
+def filled_slots(connection: Connection, job_id: int, base_versions: Sequence[int]) -> set[tuple[int, int]]:
+    """(base version, slot) of every gradient in the ledger that was not dropped."""
+    query = sa.select(gt_ledger.c.base_version, gt_ledger.c.slot).where(
+        gt_ledger.c.job_id == job_id,
+        gt_ledger.c.base_version.in_(base_versions),
+        gt_ledger.c.disposition != str(Disposition.DROPPED),
+    )
+    return {(int(version), int(slot)) for version, slot in connection.execute(query)}
+
+
+def committed_versions(connection: Connection, job_id: int, versions: Sequence[int]) -> set[int]:
+    """Those of these versions whose round has been committed."""
+    query = sa.select(gt_round.c.version).where(gt_round.c.job_id == job_id, gt_round.c.version.in_(versions))
+    return {int(version) for version in connection.scalars(query)}
 
 
 # Heartbeats

@@ -9,7 +9,7 @@ dtypes (counters of batch norm) always travel as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ Array = npt.NDArray[Any]
 CODES_SUFFIX = "#codes"
 SCALES_SUFFIX = "#scales"
 MAX_BLOCK = 1 << 20
+PIECE_ELEMENTS = 1 << 16  # decoded at a time where a whole tensor would cost memory
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,31 @@ class Codec:
             else:
                 found[name] = array
         return found
+
+    def in_pieces(self, tensors: Mapping[str, Array], name: str, kind: TensorType) -> Iterator[tuple[slice, Array]]:
+        """(place in the flat tensor, its values) until the tensor is complete: what `decode` gives, bit for bit.
+
+        The values are good until the next piece is asked for.
+        """
+        if self.kind == "int8" and kind.dtype == "float32":
+            codes, scales = tensors[name + CODES_SUFFIX], tensors[name + SCALES_SUFFIX]
+            blocks = max(1, PIECE_ELEMENTS // self.block)
+            room = np.empty((min(blocks, max(1, scales.size)), self.block), np.float32)
+            whole = codes.size // self.block
+            for first in range(0, whole, blocks):
+                count = min(blocks, whole - first)
+                where = slice(first * self.block, (first + count) * self.block)
+                grid = codes[where].reshape(count, self.block)
+                np.multiply(grid, scales[first : first + count, None], out=room[:count], dtype=np.float32)
+                yield where, room[:count].reshape(-1)
+            if whole * self.block < codes.size:
+                where = slice(whole * self.block, codes.size)
+                yield where, codes[where].astype(np.float32) * scales[whole]
+            return
+        flat = tensors[name].reshape(-1)
+        for start in range(0, flat.size, PIECE_ELEMENTS):
+            where = slice(start, min(start + PIECE_ELEMENTS, flat.size))
+            yield where, flat[where]
 
     def decode(self, tensors: Mapping[str, Array], types: Mapping[str, TensorType]) -> dict[str, Array]:
         """File tensors (already checked against `encoded_types`) -> update tensors of these types."""

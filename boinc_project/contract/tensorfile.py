@@ -10,9 +10,10 @@ Format: https://github.com/huggingface/safetensors (8-byte little-endian header 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +39,7 @@ _DTYPES: Mapping[str, str] = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_FILE_ORDER = ("I64", "F32", "I32", "I8", "U8", "BOOL")
 FILE_ITEM_BYTES: Mapping[str, int] = {"float32": 4, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
 _ITEM_BYTES: Mapping[str, int] = {"F32": 4, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -83,6 +85,31 @@ def to_bytes(tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = 
     arrays = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
     text = canonical.dumps(dict(metadata or {})).decode("ascii")
     return bytes(safetensors_save(arrays, {METADATA_KEY: text}))
+
+
+def chunks(tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = None) -> Iterator[bytes | memoryview]:
+    """The same bytes as `to_bytes`, piece by piece and without a copy of the tensors."""
+    arrays = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
+    codes = {dtype: code for code, dtype in _DTYPES.items()}
+    # The order of the safetensors package: larger alignment first, then by name.
+    ordered = sorted(arrays, key=lambda name: (_FILE_ORDER.index(codes[arrays[name].dtype.name]), name))
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: canonical.dumps(dict(metadata or {})).decode("ascii")}}
+    at = 0
+    for name in ordered:
+        array = arrays[name]
+        header[name] = {
+            "dtype": codes[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in ordered:
+        array = arrays[name].astype(arrays[name].dtype.newbyteorder("<"), copy=False)
+        if array.size:
+            yield array.reshape(-1).view(np.uint8).data
 
 
 def from_bytes(
@@ -156,10 +183,16 @@ def write(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any] 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Put bytes in place atomically and durably: temporary file beside it, fsync, rename, fsync folder."""
+    write_chunks(path, (data,))
+
+
+def write_chunks(path: Path, data: Iterable[bytes | memoryview]) -> None:
+    """The same for bytes that come in pieces."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # two writers may share a storage
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            for piece in data:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

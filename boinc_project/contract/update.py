@@ -13,7 +13,7 @@ may be shown, escaped, and never decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,40 @@ def write_update(
     return canonical.compress(data) if codec.compression == "zstd" else data
 
 
+@dataclass(frozen=True)
+class OpenUpdate:
+    """An update whose file has been checked and whose encoded tensors have not been decoded.
+
+    It holds the file's own tensors and no more, so that an update can be summed in little memory.
+    """
+
+    file: Mapping[str, Array]
+    types: Mapping[str, TensorType]
+    codec: Codec
+    metadata: Mapping[str, Any]
+
+    def plain(self, name: str) -> Array:
+        """A tensor that travels as it is (buffer/*, metric/*)."""
+        return self.file[name]
+
+    def pieces(self, name: str) -> Iterator[tuple[slice, Array]]:
+        """(place in the flat tensor, its values), piece by piece; each is good until the next one is asked for."""
+        codec = self.codec if name.startswith(ENCODED_PREFIXES) else Codec()
+        return codec.in_pieces(self.file, name, self.types[name])
+
+
 def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> Update:
     """Check and decode a stranger's file. Raises InvalidResult; nothing larger than it should be is allocated."""
+    opened = open_update(data, types, codec, microtask_digest)
+    tensors = codec.decode(opened.file, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
+    tensors.update({n: opened.file[n] for n in types if n not in tensors})
+    _check_finite(tensors, InvalidResult)
+    return Update(tensors, opened.metadata)
+
+
+def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> OpenUpdate:
+    """Check a file without decoding it. What it holds is finite; what it decodes to may still overflow, which is
+    for `read_update` to find. Raises InvalidResult."""
     limit = max_update_bytes(types, codec)
     if not data:
         raise InvalidResult("the update file is empty", fault="empty")
@@ -107,10 +139,7 @@ def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, micr
     if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
         raise InvalidResult("the update's metadata is too long", fault="too_large")
     _check_finite(file.tensors, InvalidResult)
-    tensors = codec.decode(file.tensors, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
-    tensors.update({n: file.tensors[n] for n in types if n not in tensors})
-    _check_finite(tensors, InvalidResult)
-    return Update(tensors, file.metadata)
+    return OpenUpdate(file.tensors, types, codec, file.metadata)
 
 
 def squared_norm(array: Array) -> float:

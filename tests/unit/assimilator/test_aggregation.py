@@ -10,11 +10,23 @@ import pytest
 
 from assimilator.aggregation import Contribution, NothingToFold, fold
 from assimilator.apply import round_loss, round_to_commit
+from boinc_project.contract.codecs import Codec
+from boinc_project.contract.errors import ContractError
+from boinc_project.contract.opset import TensorType
+from boinc_project.contract.update import OpenUpdate, open_update, read_update, write_update
 from boinc_project.gt_tables import Disposition, MicrotaskState
 
 
+def update_of(tensors: dict[str, Any], codec: Codec | None = None) -> OpenUpdate:
+    """An update of these tensors, as it is read from its file."""
+    codec = codec or Codec(compression="none")
+    types = {name: TensorType(array.dtype.name, array.shape) for name, array in tensors.items()}
+    return open_update(write_update(tensors, types, {"microtask": "m"}, codec), types, codec, "m")
+
+
 def contribution(slot: int, samples: int, **tensors: Any) -> Contribution:
-    return Contribution(slot, samples, lambda: {n.replace("_", "/", 1): np.asarray(a) for n, a in tensors.items()})
+    update = update_of({name.replace("_", "/", 1): np.asarray(array) for name, array in tensors.items()})
+    return Contribution(slot, samples, lambda: update)
 
 
 def some_round(prefix: str) -> list[Contribution]:
@@ -94,15 +106,50 @@ def test_the_arrays_of_the_contributions_are_not_changed() -> None:
     np.testing.assert_array_equal(array, np.float32([1.0, 2.0]))
 
 
-def test_only_one_contribution_is_read_at_a_time() -> None:
+def test_contributions_are_read_one_after_the_other_in_slot_order() -> None:
     alive: list[int] = []
 
-    def load(slot: int) -> dict[str, Any]:
+    def load(slot: int) -> OpenUpdate:
         alive.append(slot)
-        return {"gradient/w": np.zeros(3, np.float32)}
+        return update_of({"gradient/w": np.zeros(3, np.float32)})
 
     fold([Contribution(s, 1, lambda s=s: load(s)) for s in (2, 0, 1)], "sync")
     assert alive == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", ["sync", "diloco"])
+@pytest.mark.parametrize(
+    "codec", [Codec("dense"), Codec("int8", 256), Codec("int8", 7), Codec("int8", 1 << 20)], ids=str
+)
+def test_folding_in_pieces_gives_the_bits_of_folding_whole_decoded_tensors(policy: str, codec: Codec) -> None:
+    generator = np.random.default_rng(8)
+    prefix = "gradient/" if policy == "sync" else "delta/"
+    shapes = {"a": (70_001,), "b": (300, 500), "c": (), "d": (0, 4)}
+    rounds, whole = [], {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
+    samples = [3, 5, 7]
+    for slot, count in enumerate(samples):
+        tensors = {prefix + n: np.asarray(generator.standard_normal(s), np.float32) for n, s in shapes.items()}
+        types = {name: TensorType("float32", array.shape) for name, array in tensors.items()}
+        data = write_update(tensors, types, {"microtask": "m"}, codec)
+        rounds.append(Contribution(slot, count, lambda d=data, t=types: open_update(d, t, codec, "m")))  # type: ignore[misc]
+        decoded = read_update(data, types, codec, "m").tensors
+        weight = 1.0 / sum(samples) if policy == "sync" else count / sum(samples)
+        for name in shapes:
+            term = decoded[prefix + name].astype(np.float64) * weight
+            whole[name] = term if slot == 0 else whole[name] + term
+    gradient, _, _ = fold(rounds, policy)
+    assert {n: a.tobytes() for n, a in gradient.items()} == {
+        n: a.astype(np.float32).tobytes() for n, a in whole.items()
+    }
+    assert {n: a.shape for n, a in gradient.items()} == shapes
+
+
+def test_a_contribution_that_cannot_be_read_ends_the_folding_with_its_reason() -> None:
+    def damaged() -> OpenUpdate:
+        raise ContractError("damaged", fault="digest")
+
+    with pytest.raises(ContractError, match="damaged"):
+        fold([contribution(0, 1, gradient_w=np.float32([1.0])), Contribution(1, 1, damaged)], "sync")
 
 
 def entry(slot: int, disposition: Disposition = Disposition.PENDING) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from assimilator.optimizers import AdamW, Optimizer, Sgd
+from assimilator.optimizers import PIECE_ELEMENTS, AdamW, Optimizer, Sgd, step_in_place
 
 STEPS = 10
 SHAPES = {"a": (7, 5), "b": (), "c": (11,)}
@@ -64,3 +64,24 @@ def test_a_step_changes_neither_its_parameters_nor_its_state_and_keeps_float32(o
     for name, array in state.items():
         np.testing.assert_array_equal(array, kept[name])
         assert array.dtype == np.float32
+
+
+@pytest.mark.parametrize("ours", [case[0] for case in CASES], ids=str)
+def test_steps_in_place_give_the_bits_of_steps_on_whole_tensors(ours: Optimizer) -> None:
+    generator = np.random.default_rng(7)
+    shapes = {**SHAPES, "layer/d": (PIECE_ELEMENTS + 3,), "e": (3, PIECE_ELEMENTS), "f": (0, 2)}
+    whole = {n: np.asarray(generator.standard_normal(s), np.float32) for n, s in shapes.items()}
+    frozen = {n: a.copy() for n, a in whole.items()}
+    for array in frozen.values():
+        array.flags.writeable = False  # as tensors that were read from bytes
+    place: dict[str, Any] = dict(frozen)
+    state: dict[str, Any] = {}
+    state_in_place: dict[str, Any] = {}
+    for number in (1, 2, 3):
+        gradient = {n: np.asarray(generator.standard_normal(s), np.float32) for n, s in shapes.items()}
+        whole, state = ours.step(whole, gradient, state, number, 0.1)
+        state_in_place = step_in_place(ours, place, gradient, state_in_place, number, 0.1)
+        for found, expected in ((place, whole), (state_in_place, state)):
+            assert list(found) == list(expected)
+            assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in expected.items()}
+            assert {n: a.shape for n, a in found.items()} == {n: a.shape for n, a in expected.items()}

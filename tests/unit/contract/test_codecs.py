@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from boinc_project.contract import codecs
 from boinc_project.contract.canonical import Taker
 from boinc_project.contract.codecs import CODES_SUFFIX, SCALES_SUFFIX, Codec
 from boinc_project.contract.errors import ContractError
@@ -67,6 +68,19 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers_decode_without_warning_to_a
     array = np.full(300, value, np.float32)
     found = round_trip(Codec("int8", 256), {"w": array})["w"]
     assert np.abs(found.astype(np.float64) - array).max() <= 128 * 1.5e-45
+
+
+@given(FLOATS, st.one_of(BLOCKS, st.just(1 << 20)), st.sampled_from(["int8", "dense"]), st.integers(1, 100))
+def test_decoding_in_pieces_gives_every_bit_of_decoding_at_once(array: Any, block: int, kind: str, size: int) -> None:
+    codec = Codec(kind, block)
+    types = types_of({"w": array})
+    coded = codec.encode({"w": array})
+    found = np.zeros(array.size, np.float32)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(codecs, "PIECE_ELEMENTS", size)
+        for where, values in codec.in_pieces(coded, "w", types["w"]):
+            found[where] = values
+    assert found.tobytes() == codec.decode(coded, types)["w"].tobytes()
 
 
 def test_one_large_value_does_not_blur_the_other_blocks() -> None:

@@ -55,6 +55,12 @@ def test_what_is_written_is_read_back_bit_for_bit(tensors: dict[str, Any], metad
         assert (read.dtype, read.shape, read.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
+@given(st.dictionaries(st.one_of(NAMES, st.text(min_size=1, max_size=5)), ARRAYS, max_size=6), st.integers(0, 9))
+def test_writing_in_pieces_gives_the_bytes_of_the_safetensors_package(tensors: dict[str, Any], number: int) -> None:
+    tensors.pop("__metadata__", None)
+    assert b"".join(tensorfile.chunks(tensors, {"k": number})) == tensorfile.to_bytes(tensors, {"k": number})
+
+
 def test_the_files_are_plain_safetensors() -> None:
     data = tensorfile.to_bytes({"a": np.arange(6, dtype=np.float32).reshape(2, 3)}, {"k": 1})
     assert np.array_equal(safetensors_load(data)["a"], np.arange(6).reshape(2, 3))
