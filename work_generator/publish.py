@@ -39,7 +39,7 @@ from work_generator.workunits import data_plan, make_content, steps_of
 Array = npt.NDArray[Any]
 
 SHARD_BYTES = 8 << 20  # of one data shard where job.toml does not say how many samples it holds
-OPERATORS_FILE = "operators.json"  # beside an app version: the operators it knows
+OPERATORS_FILE = ".operators.json"  # beside an app version: the operators it knows
 
 Progress = Callable[[str], None]
 
@@ -159,9 +159,10 @@ def check_operators(graphs: list[Graph], known: set[str]) -> None:
 
 
 def deployed_operators(app_folder: Path) -> set[str]:
-    """Operators that every deployed version of the app knows (operators.json in each version's folder)."""
+    """Operators that every deployed version of the app knows (.operators.json in each version's folder)."""
     known = set(OPSET)
-    for path in sorted(app_folder.glob(f"*/*/{OPERATORS_FILE}")):
+    # Builds of an earlier release have no dot in front.
+    for path in sorted(app_folder.glob(f"*/*/*{OPERATORS_FILE.removeprefix('.')}")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -6,7 +6,10 @@ The result is BOINC's layout for `update_versions`:
 
     OUTPUT/apps/gradient/VERSION/x86_64-pc-linux-gnu/gradient_VERSION_x86_64-pc-linux-gnu   the program
                                                      version.xml       what BOINC must know of it
-                                                     operators.json    the operators it knows
+                                                     .operators.json   the operators it knows
+
+A version for a plan class lies in PLATFORM__PLANCLASS. `update_versions` publishes every file of the folder whose
+name does not begin with a dot, named in version.xml or not, under its own name and for ever.
 
 The program unpacks itself inside the slot only (`--runtime-tmpdir .`): BOINC owns that folder and empties
 it. It holds numpy, safetensors and zstandard, never PyTorch. It needs at least the glibc of the machine it
@@ -40,7 +43,7 @@ PLATFORM = "x86_64-pc-linux-gnu"
 DEFAULT_VERSION = "1.00"
 API_VERSION = "7.20.5"  # from 6.0 the client gives boinc_mmap_file, from 7.5 no `--device` (client/app_start.cpp)
 
-OPERATORS_FILE = "operators.json"  # beside the program, not sent to volunteers
+OPERATORS_FILE = ".operators.json"  # beside the program; the dot keeps update_versions from publishing it
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".cache" / "app-builds"
@@ -148,12 +151,13 @@ def build_app(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
     entry: Path = ENTRY,
+    app: str = APP_NAME,
 ) -> BuiltApp:
-    """Build the app version into `output_dir`/apps/gradient/VERSION/PLATFORM (a BOINC project's root).
+    """Build the app version into `output_dir`/apps/APP/VERSION/PLATFORM (a BOINC project's root).
 
-    With `cache_dir` a build of the same sources, packages and Python is taken from there. `progress` is
-    called with a stage's name and the share done, 0 to 1. Raises BuildError with one sentence for the
-    admin.
+    `app` is the project's name for the app. With `cache_dir` a build of the same sources, packages and Python is
+    taken from there. `progress` is called with a stage's name and the share done, 0 to 1. Raises BuildError with
+    one sentence for the admin.
     """
     report = progress or (lambda stage, share: None)
     if not re.fullmatch(r"\d{1,3}\.\d{1,2}", version):
@@ -170,7 +174,7 @@ def build_app(
     if found is not None:
         program, facts = found
         report("taken from the cache", 1.0)
-        return write_folder(output_dir, version, program, digest, facts, reused=True)
+        return write_folder(output_dir, version, program, digest, facts, reused=True, app=app)
     with tempfile.TemporaryDirectory(prefix="boinc-train-build-", dir=_made(cache_dir)) as folder:
         work = Path(folder)
         program = run_pyinstaller(entry, work, report)
@@ -184,7 +188,7 @@ def build_app(
         )
         if cache_dir is not None:
             write_cache(cached, program, facts)
-        built = write_folder(output_dir, version, program, digest, facts, reused=False)
+        built = write_folder(output_dir, version, program, digest, facts, reused=False, app=app)
     report("done", 1.0)
     return built
 
@@ -340,17 +344,22 @@ def write_cache(folder: Path, program: Path, facts: Facts) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def program_name(version: str) -> str:
+def program_name(version: str, app: str = APP_NAME, plan_class: str = "") -> str:
     """The program's physical name, as BOINC's own tools name app versions."""
-    return f"{APP_NAME}_{version}_{PLATFORM}"
+    return f"{app}_{version}_{leaf_name(plan_class)}"
 
 
-def version_xml(version: str) -> str:
+def leaf_name(plan_class: str = "") -> str:
+    """The folder of a version below apps/APP/VERSION."""
+    return f"{PLATFORM}__{plan_class}" if plan_class else PLATFORM
+
+
+def version_xml(program: str) -> str:
     """What `update_versions` reads. `<dont_throttle/>` is absent: the volunteer's CPU limit must work."""
     return (
         "<version>\n"
         "    <file>\n"
-        f"        <physical_name>{program_name(version)}</physical_name>\n"
+        f"        <physical_name>{program}</physical_name>\n"
         "        <main_program/>\n"
         "    </file>\n"
         f"    <api_version>{API_VERSION}</api_version>\n"
@@ -358,19 +367,29 @@ def version_xml(version: str) -> str:
     )
 
 
-def write_folder(output_dir: Path, version: str, program: Path, digest: str, facts: Facts, reused: bool) -> BuiltApp:
+def write_folder(
+    output_dir: Path,
+    version: str,
+    program: Path,
+    digest: str,
+    facts: Facts,
+    reused: bool,
+    app: str = APP_NAME,
+    plan_class: str = "",
+) -> BuiltApp:
     """Lay the app version out. An existing program of this version may only be replaced by the same bytes."""
-    folder = output_dir / "apps" / APP_NAME / version / PLATFORM
+    folder = output_dir / "apps" / app / version / leaf_name(plan_class)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / program_name(version)
+    target = folder / program_name(version, app, plan_class)
     if target.exists() and target.read_bytes() != program.read_bytes():
         raise BuildError(f"{target} exists and differs: a published file never changes, so give a higher version")
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
     shutil.copyfile(program, temporary)
     temporary.chmod(0o755)
     os.replace(temporary, target)
-    (folder / "version.xml").write_text(version_xml(version), encoding="ascii")
+    (folder / "version.xml").write_text(version_xml(target.name), encoding="ascii")
     # For the project's side: a job that needs another operator is refused before any workunit exists.
+    (folder / OPERATORS_FILE.removeprefix(".")).unlink(missing_ok=True)  # an earlier release wrote it there
     (folder / OPERATORS_FILE).write_text(json.dumps(sorted(OPSET), indent=1) + "\n", encoding="ascii")
     return BuiltApp(
         folder=folder,

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from boinc_project import store
 from boinc_project.cli.errors import Mistake
-from boinc_project.cli.project import APP_NAME, open_project, project_option
+from boinc_project.cli.project import APP_NAME, app_of, app_option, open_project, project_option
 from boinc_project.cli.status import metrics_text
 from boinc_project.contract import tensorfile
 from boinc_project.database import Database
@@ -43,14 +43,15 @@ def job() -> None:
 @job.command("create")
 @click.argument("job_toml", type=click.Path(path_type=Path))
 @project_option
-def create(job_toml: Path, project_dir: Path | None) -> None:
+@app_option
+def create(job_toml: Path, project_dir: Path | None, app_name: str | None) -> None:
     """Trace the model that JOB_TOML names, publish it and its data, and start training."""
     tree = open_project(project_dir)
     console = Console(stderr=True)
-    create_job(tree, job_toml, console)
+    create_job(tree, job_toml, console, app_of(tree, app_name))
 
 
-def create_job(tree: ProjectTree, job_toml: Path, console: Console) -> int:
+def create_job(tree: ProjectTree, job_toml: Path, console: Console, app_name: str = APP_NAME) -> int:
     """Load, export and publish a job with a progress line; returns its id."""
     from work_generator.export import export_job
     from work_generator.job import Job
@@ -65,7 +66,7 @@ def create_job(tree: ProjectTree, job_toml: Path, console: Console) -> int:
         with tree.database() as database:
             store.create_own_tables(database)
             job_id = publish_job(
-                tree, database, loaded, exported, APP_NAME, lambda text: bars.update(task, description=text)
+                tree, database, loaded, exported, app_name, lambda text: bars.update(task, description=text)
             )
     for note in (*loaded.notes, *exported.notes):
         console.print(f"note: {note}")

@@ -24,6 +24,8 @@ from boinc_project.config import find_project_dir
 from boinc_project.processes import Processes, daemon_commands, only_starter, refuse_second_starter
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import ProjectLock
+from boinc_project.standard.install import is_standard
+from boinc_project.standard.record import Record
 
 APP_NAME = "gradient"
 APP_TITLE = "Gradient training"
@@ -38,6 +40,11 @@ project_option = click.option(
     type=click.Path(path_type=Path),
     default=None,
     help="The project's folder (default: BOINC_PROJECT_DIR, or the folder you are in).",
+)
+
+
+app_option = click.option(
+    "--app", "app_name", default=None, help="BOINC's name of our app (default: the one that is installed)."
 )
 
 
@@ -272,16 +279,41 @@ def stop_on_signals() -> Iterator[Flag]:
     help="Folder that keeps finished builds (default: .cache/app-builds in the repository).",
 )
 @click.option("--no-publish", is_flag=True, help="Only build; publish later with BOINC's update_versions.")
-def build_app(project_dir: Path | None, version: str, cache: Path | None, no_publish: bool) -> None:
-    """Build the volunteers' application (one file, no Python needed) and publish it in the project."""
+@app_option
+def build_app(
+    project_dir: Path | None, version: str, cache: Path | None, no_publish: bool, app_name: str | None
+) -> None:
+    """Build the volunteers' application (one file, no Python needed) and publish it in the project.
+
+    In a project of a standard server it is left for BOINC's own bin/update_versions to sign and publish.
+    """
     tree = open_project(project_dir)
+    app_name = app_of(tree, app_name)
     console = Console(stderr=True)
-    folder = build_and_publish(tree, version, cache, console, publish=not no_publish)
-    console.print(f"The app version is in {folder}.")
+    standard = is_standard(tree.config)
+    folder = build_and_publish(tree, version, cache, console, publish=not (no_publish or standard), app_name=app_name)
+    console.print(f"The app version is in {folder}.", soft_wrap=True)
+    if standard:
+        console.print(f"Publish it: cd {tree.project_dir} && bin/update_versions", soft_wrap=True)
+
+
+def app_of(tree: ProjectTree, app_name: str | None) -> str:
+    """The app that the user means: the one named, or the only one there is."""
+    if app_name is not None:
+        return app_name
+    installed = list(Record.load(tree.project_dir).apps)
+    if len(installed) > 1:
+        raise Mistake(f"the project has the apps {', '.join(installed)}; say which with --app")
+    return installed[0] if installed else APP_NAME
 
 
 def build_and_publish(
-    tree: ProjectTree, version: str, cache: Path | None, console: Console, publish: bool = True
+    tree: ProjectTree,
+    version: str,
+    cache: Path | None,
+    console: Console,
+    publish: bool = True,
+    app_name: str = APP_NAME,
 ) -> Path:
     """Build the app into the project's apps/ folder and publish it as update_versions does."""
     from apps.packaging.build import CACHE
@@ -294,9 +326,9 @@ def build_and_publish(
         def report(stage: str, share: float) -> None:
             bars.update(task, completed=share, description=f"building the application: {stage}")
 
-        built = build(tree.project_dir, version, cache or CACHE, report)
+        built = build(tree.project_dir, version, cache or CACHE, report, app=app_name)
     if publish:
         with tree.database() as database:
-            add_app(database, APP_NAME, APP_TITLE)
+            add_app(database, app_name, APP_TITLE)
             update_versions(tree, database)
     return built.folder

@@ -142,7 +142,7 @@ def test_a_suspended_real_task_uses_no_cpu_within_2_s(start: Start) -> None:
 def test_the_package_has_boincs_layout_and_declares_its_api_version(packaged: BuiltApp) -> None:
     assert packaged.folder.parts[-4:] == ("apps", "gradient", "1.00", build.PLATFORM)
     names = sorted(path.name for path in packaged.folder.iterdir())
-    assert names == [packaged.program.name, build.OPERATORS_FILE, "version.xml"]
+    assert names == [build.OPERATORS_FILE, packaged.program.name, "version.xml"]
     assert set(json.loads((packaged.folder / build.OPERATORS_FILE).read_text())) == set(OPSET)
     text = (packaged.folder / "version.xml").read_text()
     assert "<api_version>7.20.5</api_version>" in text and "<main_program/>" in text

@@ -223,7 +223,7 @@ def test_bad_app_file_names_the_folder_and_what_to_change(tmp_path: Path) -> Non
 
 
 def test_damaged_list_of_operators_of_an_app_version_is_named(project: TinyProject, job_folder: Path) -> None:
-    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / "operators.json"
+    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / ".operators.json"
     path.write_text("[")
     mistake(create(project, job_folder), "operators.json", "build-app again")
 
@@ -231,7 +231,7 @@ def test_damaged_list_of_operators_of_an_app_version_is_named(project: TinyProje
 def test_operator_that_a_deployed_app_version_lacks_is_named_before_any_workunit_exists(
     project: TinyProject, job_folder: Path
 ) -> None:
-    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / "operators.json"
+    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / ".operators.json"
     path.write_text('["mm", "add"]')
     mistake(create(project, job_folder), "operator", "newer app version")
 

@@ -11,6 +11,7 @@ import pytest
 
 from apps.packaging import build
 from apps.packaging.build import BuildError
+from boinc_project import app_versions
 
 
 def test_a_numpy_that_old_processors_cannot_run_is_refused() -> None:
@@ -88,3 +89,19 @@ def test_a_program_that_does_not_start_is_not_published(tmp_path: Path) -> None:
     program.chmod(0o755)
     with pytest.raises(BuildError, match=r"does not start(.|\n)*no_such_module"):
         build.try_start(program, tmp_path)
+
+
+@pytest.mark.parametrize(("app", "plan_class"), [("gradient", ""), ("second", ""), ("gradient", "opencl_ati_gt")])
+def test_a_version_folder_holds_for_update_versions_only_what_volunteers_need(
+    tmp_path: Path, app: str, plan_class: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"#!/bin/sh\n")
+    facts = build.Facts("", 0.0, 0.0, "2.28")
+    made = build.write_folder(tmp_path, "1.02", program, "", facts, False, app, plan_class)
+    # BOINC's update_versions publishes whatever does not begin with a dot, for ever under that name.
+    public = sorted(path.name for path in made.folder.iterdir() if not path.name.startswith("."))
+    assert public == [made.program.name, "version.xml"]
+    (read,) = app_versions.find_versions(tmp_path / "apps")
+    assert (read.app_name, read.version_num, read.platform) == (app, 102, build.PLATFORM)
+    assert read.plan_class == plan_class and read.files[0].physical_name == made.program.name
