@@ -15,6 +15,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,9 @@ def round_to_commit(microtasks: Sequence[Row], entries: Sequence[Row], slots: in
     samples are skipped. A round in which every slot failed is never closed: there is nothing to apply.
     """
     by_slot = {int(row["slot"]): row for row in entries if row["disposition"] == Disposition.PENDING}
-    for slot in range(slots):
-        failures = sum(1 for m in microtasks if m["slot"] == slot and m["state"] == MicrotaskState.FAILED)
-        if slot not in by_slot and failures < MAX_ATTEMPTS:
-            return None
+    failures = Counter(int(row["slot"]) for row in microtasks if row["state"] == MicrotaskState.FAILED)
+    if any(slot not in by_slot and failures[slot] < MAX_ATTEMPTS for slot in range(slots)):
+        return None
     return [by_slot[slot] for slot in sorted(by_slot)] or None
 
 

@@ -40,6 +40,7 @@ class FileBatch:
         self._together = expected > FEW and _syncfs is not None
         self._waiting: list[tuple[Path, Path]] = []
         self._folders: dict[int, int] = {}  # device -> a descriptor on it, opened before anything is written
+        self._kept: set[Path] = set()
         self._lock = threading.Lock()
 
     def add(self, path: Path, data: bytes) -> None:
@@ -54,6 +55,12 @@ class FileBatch:
                 stream.flush()
                 os.fsync(stream.fileno())
 
+    def keep(self, path: Path) -> None:
+        """A file that is in its place already: its name becomes lasting with the others."""
+        self._watch(path.parent)
+        with self._lock:
+            self._kept.add(path.parent)
+
     def commit(self) -> None:
         """Put every file in its place; when this returns, a loss of power takes none of them away."""
         if self._together:
@@ -63,9 +70,10 @@ class FileBatch:
         if self._together:
             self._sync_devices()
         else:
-            for folder in {path.parent for _, path in self._waiting}:
+            for folder in {path.parent for _, path in self._waiting} | self._kept:
                 sync_folder(folder)
         self._waiting.clear()
+        self._kept.clear()
 
     def _watch(self, folder: Path) -> None:
         """Know the file system of a folder. An error of writing is told to descriptors that were open before it."""

@@ -8,6 +8,7 @@ States are short words, so that an admin can read them in the database.
     gt_microtask   one row per issued microtask (job, version, slot, attempt) and its workunit
     gt_ledger      one row per gradient taken in: what was folded into which version, and with what weight
     gt_file        one row per published file and its life
+    gt_trust       one row per host and kind of work: how its results were judged
     gt_heartbeat   one row per running daemon
 """
 
@@ -60,6 +61,7 @@ class FileState(StrEnum):
     """gt_file.state."""
 
     PUBLISHED = "published"
+    RETIRING = "retiring"  # nobody needs it; it is being deleted
     DELETED = "deleted"
 
 
@@ -162,6 +164,19 @@ gt_file = sa.Table(
     sa.Column("create_time", _Long, nullable=False),
     sa.Column("state", Varchar(16), nullable=False),
     sa.Index("gt_file_job", "job_id", "state", "kind"),
+    mysql_engine="InnoDB",
+)
+
+gt_trust = sa.Table(
+    "gt_trust",
+    gt_metadata,
+    sa.Column("host_id", _Long, primary_key=True, autoincrement=False),
+    sa.Column("kind", Varchar(32), primary_key=True),  # mode and graph: what was computed (validator/books.py)
+    sa.Column("valid", sa.Integer, nullable=False, default=0),
+    sa.Column("faulty", sa.Integer, nullable=False, default=0),  # unreadable, or nothing like the others
+    sa.Column("differing", sa.Integer, nullable=False, default=0),  # close to the others, but not within tolerance
+    sa.Column("consecutive_valid", sa.Integer, nullable=False, default=0),  # since the last faulty one
+    sa.Column("judge_time", _Double, nullable=False, default=0.0),  # of the newest verdict
     mysql_engine="InnoDB",
 )
 

@@ -35,7 +35,7 @@ from boinc_project.gt_tables import (
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, JobFolder, Published
-from boinc_project.rows import Key, update_rows
+from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import AssimilateState, Outcome, ServerState
 
 Row = Mapping[str, Any]
@@ -159,13 +159,40 @@ def record_file(connection: Connection, job_id: int, kind: str, file: Published,
         connection.execute(sa.update(gt_file).where(gt_file.c.name == file.name).values(state=str(FileState.PUBLISHED)))
 
 
+def record_files(connection: Connection, job_id: int, kind: str, files: Sequence[Published], version: int) -> None:
+    """The same for many files of a version."""
+    names = [(file.name,) for file in files]
+    known = read_rows(connection, gt_file, ("name",), names, ("name", "state"))
+    again: dict[Key, Row] = {
+        name: {"state": str(FileState.PUBLISHED)} for name, row in known.items() if row["state"] != FileState.PUBLISHED
+    }
+    update_rows(connection, gt_file, ("name",), again)
+    rows = [
+        {
+            "name": file.name,
+            "job_id": job_id,
+            "kind": kind,
+            "version": version,
+            "sha256": file.sha256,
+            "md5": file.md5,
+            "bytes": file.size,
+            "create_time": int(time.time()),
+            "state": str(FileState.PUBLISHED),
+        }
+        for file in {file.name: file for file in files}.values()
+        if (file.name,) not in known
+    ]
+    if rows:
+        connection.execute(sa.insert(gt_file), rows)
+
+
 # Microtasks
 
 
 def microtasks(connection: Connection, job_id: int, version: int) -> list[Row]:
-    """All attempts at the slots of a version, by slot and attempt."""
+    """All attempts at the slots of a version, by slot and attempt, without their documents."""
     query = (
-        sa.select(gt_microtask)
+        sa.select(*(column for column in gt_microtask.c if column.name != "document"))
         .where(gt_microtask.c.job_id == job_id, gt_microtask.c.version == version)
         .order_by(gt_microtask.c.slot, gt_microtask.c.attempt)
     )

@@ -9,11 +9,11 @@ transitioner has made the results before counting again.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -22,17 +22,25 @@ from boinc_project import store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, workunit
-from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
-from boinc_project.job_folder import Published, sha256
-from boinc_project.project_tree import ProjectTree, PublishedFile
-from boinc_project.states import NEVER, AssimilateState
+from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file
+from boinc_project.job_folder import Published
+from boinc_project.project_tree import ProjectTree
+from boinc_project.rows import read_rows
+from boinc_project.states import NEVER
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import MAX_ATTEMPTS, least_seconds_per_task
-from work_generator import supply, workunits
+from work_generator import issue, retire, supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
 DEFAULT_SLEEP_S = 5.0
 TRANSITIONER_PATIENCE_S = 60.0
+WORKUNITS_PER_BATCH = 200  # they share two waits for the disk and one commit
+LEAST_FREE_BYTES = 200 << 20
+NO_ROOM = "the disk is almost full"
+STRAGGLER_COLUMNS = (
+    "id", "name", "canonical_resultid", "error_mask", "transition_time", "target_nresults", "max_success_results",
+    "max_total_results",
+)  # fmt: skip
 
 log = logging.getLogger("work_generator")
 
@@ -48,7 +56,10 @@ class Generator:
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
     advised: set[int] = field(default_factory=set)  # ids of jobs whose advice has been logged
-    verified: dict[str, tuple[int, int]] = field(default_factory=dict)  # file name -> size and mtime when checked
+    settled: set[str] = field(default_factory=set)  # workunits that need not be cancelled any more
+
+    def __post_init__(self) -> None:
+        self.inputs = issue.Inputs(self.tree)
 
     def one_pass(self) -> bool:
         """Look at every job once; returns whether anything was done."""
@@ -63,7 +74,7 @@ class Generator:
                     worked |= self._supply(job)
             for job in [*found, *finished]:
                 if self.options.takes_job(job.id):
-                    self._retire(job)
+                    self._take_back(job)
         return worked
 
     def _supply(self, job: JobRow) -> bool:
@@ -91,83 +102,68 @@ class Generator:
             self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
             return True
         wanted = supply.slots_to_issue(rows, slots)
-        for issue in wanted:
+        issued = False
+        for first in range(0, len(wanted), WORKUNITS_PER_BATCH):
             self.stopper.check()
-            self._issue(job, issue)
-        if wanted and not self.options.dry_run:
+            issued |= self._issue(job, wanted[first : first + WORKUNITS_PER_BATCH])
+        if issued:
             self._wait_for_transitioner(job.appid)
-        return bool(wanted) or self._help_stragglers(job)
+        return issued or self._help_stragglers(job)
 
-    def _issue(self, job: JobRow, issue: supply.Issue) -> None:
+    def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
+        """Make workunits of slots of the open round; returns whether any was made."""
         version = job.current_version
         with self.database.read() as connection:
             state = _published_state(connection, job, version)
         if state is None:
             self._once(f"[JOB {job.name}] version {version} is not published yet")
-            return
-        content = workunits.make_content(job.config, job.facts, version, issue.slot, state)
-        text = content.microtask.to_json()
-        digest = content.microtask.digest()
-        name = workunits.workunit_name(content.microtask, digest, issue.attempt)
+            return False
+        drafts = issue.make(job, issues, state)
         if self.options.dry_run:
-            log.info("[WU %s] would be created", name)
-            return
-        if not self._check_inputs(job, content):
-            return
-        document = self.tree.stage_file(text, workunits.microtask_file_name(content.microtask, digest))
-        row = workunits.workunit_row(
-            self.tree, job.config, job.facts, content, document, name=name, appid=job.appid, now=int(time.time())
-        )
-        with self.database.transaction() as connection:
-            self._insert(connection, job, issue, name, digest, text, content, document, row)
-        log.info(
-            "[WU %s] created: version %d, slot %d, attempt %d, %d samples, %d steps",
-            name,
-            version,
-            issue.slot,
-            issue.attempt,
-            content.microtask.samples,
-            content.microtask.steps,
-        )
-
-    def _insert(
-        self,
-        connection: Connection,
-        job: JobRow,
-        issue: supply.Issue,
-        name: str,
-        digest: str,
-        text: bytes,
-        content: workunits.Content,
-        document: PublishedFile,
-        row: store.Row,
-    ) -> None:
-        """Our rows and BOINC's in one transaction, the workunit last. Nothing if another instance was first."""
-        locked = store.lock_job(connection, job.id)
-        if locked is None or locked["current_version"] != job.current_version or locked["state"] != JobState.RUNNING:
-            return
-        if store.microtask_of(connection, name) is not None:
-            return
-        connection.execute(
-            sa.insert(gt_microtask).values(
-                job_id=job.id,
-                version=job.current_version,
-                slot=issue.slot,
-                attempt=issue.attempt,
-                workunit_name=name,
-                digest=digest,
-                document=text.decode("ascii"),
-                samples=content.microtask.samples,
-                flops=float(job.facts.step_flops * content.microtask.steps),
-                state=str(MicrotaskState.ISSUED),
-                create_time=int(time.time()),
-                canonical_sha256="",
-                note="",
+            for draft in drafts:
+                log.info("[WU %s] would be created", draft.name)
+            return False
+        if not self._has_room(state.size):
+            return False
+        try:
+            self.inputs.check(file for draft in drafts for file in draft.content.files.values())
+        except issue.InputMissing as error:
+            self._fail(job, str(error))
+            return False
+        documents = self.tree.stage_files({draft.file_name: draft.text for draft in drafts})
+        now = int(time.time())
+        rows = [
+            workunits.workunit_row(
+                self.tree, job.config, job.facts, draft.content, documents[draft.file_name],
+                name=draft.name, appid=job.appid, now=now,
             )
-        )
-        published = Published(document.name, digest, document.md5, document.nbytes)
-        store.record_file(connection, job.id, "microtask", published, version=job.current_version)
-        store.insert_workunit(connection, row)
+            for draft in drafts
+        ]  # fmt: skip
+        with self.database.transaction() as connection:
+            made = issue.insert(connection, job, drafts, documents, rows)
+        for draft in made:
+            log.info(
+                "[WU %s] created: version %d, slot %d, attempt %d, %d samples, %d steps",
+                draft.name,
+                version,
+                draft.issue.slot,
+                draft.issue.attempt,
+                draft.content.microtask.samples,
+                draft.content.microtask.steps,
+            )
+        return bool(made)
+
+    def _has_room(self, state_bytes: int) -> bool:
+        """Whether the disk holds enough for this batch and for the versions to come. Nothing is deleted for room."""
+        folder = self.tree.config.download_dir
+        free = shutil.disk_usage(folder).free
+        if free >= LEAST_FREE_BYTES + 4 * state_bytes:
+            self.reported.discard(NO_ROOM)
+            return True
+        if NO_ROOM not in self.reported:
+            self.reported.add(NO_ROOM)
+            log.critical("%s in %s: %d bytes are free; no workunit is made until there are more", NO_ROOM, folder, free)
+        return False
 
     def _advise(self, job: JobRow) -> None:
         """Say once how long a task should last on the lines that the job's settings describe."""
@@ -189,29 +185,6 @@ class Generator:
             with self.database.transaction() as connection:
                 store.set_job_state(connection, job.id, JobState.FAILED, reason)
 
-    def _check_inputs(self, job: JobRow, content: workunits.Content) -> bool:
-        """A workunit whose input is missing fails on every host and costs them quota: never make one."""
-        for file in content.files.values():
-            path = self.tree.download_path(file.name)
-            if not self._is_published(path, file):
-                note = f"the published file {path} is missing or changed; restore it, then resume the job"
-                self._fail(job, note)
-                return False
-        return True
-
-    def _is_published(self, path: Path, file: Published) -> bool:
-        """Whether the file is there with the recorded bytes; read again only when its size or time has changed."""
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            return False
-        seen = (status.st_size, status.st_mtime_ns)
-        if self.verified.get(file.name) != seen:
-            if status.st_size != file.size or sha256(path.read_bytes()) != file.sha256:
-                return False
-            self.verified[file.name] = seen
-        return True
-
     def _wait_for_transitioner(self, appid: int) -> None:
         """Count again only when the results of what was issued exist."""
         deadline = time.monotonic() + TRANSITIONER_PATIENCE_S
@@ -231,9 +204,10 @@ class Generator:
                 for row in store.microtasks(connection, job.id, job.current_version)
                 if row["state"] == MicrotaskState.ISSUED
             ]
-            rows = store.workunits_named(connection, open_names)
-            counts = store.result_counts(connection, [int(row["id"]) for row in rows.values()])
-        slow = [row for row in rows.values() if supply.straggling(job.config, row, counts[int(row["id"])], now)]
+            keys = [(name,) for name in open_names]
+            rows = list(read_rows(connection, workunit, ("name",), keys, STRAGGLER_COLUMNS).values())
+            counts = store.result_counts(connection, [int(row["id"]) for row in rows])
+        slow = [row for row in rows if supply.straggling(job.config, row, counts[int(row["id"])], now)]
         for row in slow:
             if self.options.dry_run:
                 log.info("[WU#%d %s] would get another copy", row["id"], row["name"])
@@ -254,26 +228,12 @@ class Generator:
                 log.info("[WU#%d %s] is slow: one more copy is asked for", row["id"], row["name"])
         return bool(slow) and not self.options.dry_run
 
-    def _retire(self, job: JobRow) -> None:
-        """Delete published states and microtasks of older versions once nobody can still ask for them."""
-        if self.options.dry_run or self.retired.get(job.id) == job.current_version:
+    def _take_back(self, job: JobRow) -> None:
+        """Cancel what nobody was sent and that serves nobody; delete files of older versions that nobody needs."""
+        if self.options.dry_run:
             return
-        with self.database.read() as connection:
-            files = _retirable(connection, job)
-            open_versions = _versions_in_use(connection, job)
-        complete = True
-        for row in files:
-            if int(row["version"]) in open_versions:
-                complete = False
-                continue
-            with self.database.transaction() as connection:
-                connection.execute(
-                    sa.update(gt_file).where(gt_file.c.name == row["name"]).values(state=str(FileState.DELETED))
-                )
-            # The row first: a file that is gone though its row says published would stop the job.
-            if self.tree.delete_published(str(row["name"])):
-                log.debug("[JOB %s] retired %s", job.name, row["name"])
-        if complete:
+        retire.cancel_unsent(self.database, job, self.settled)
+        if self.retired.get(job.id) != job.current_version and retire.retire_files(self.database, self.tree, job):
             self.retired[job.id] = job.current_version
 
     def _once(self, text: str) -> None:
@@ -294,35 +254,6 @@ def _published_state(connection: Connection, job: JobRow, version: int) -> Publi
     if row is None:
         return None
     return Published(str(row["name"]), str(row["sha256"]), str(row["md5"]), int(row["bytes"]))
-
-
-def _retirable(connection: Connection, job: JobRow) -> list[store.Row]:
-    """Published states and microtasks of versions before the current one."""
-    query = sa.select(gt_file).where(
-        gt_file.c.job_id == job.id,
-        gt_file.c.state == str(FileState.PUBLISHED),
-        gt_file.c.kind.in_(["state", "microtask"]),
-        gt_file.c.version < job.current_version,
-    )
-    return [dict(row) for row in connection.execute(query).mappings()]
-
-
-def _versions_in_use(connection: Connection, job: JobRow) -> set[int]:
-    """Versions that a workunit still needs: not assimilated, or with a result that is not over."""
-    used: set[int] = set()
-    query = sa.select(gt_microtask.c.version, gt_microtask.c.workunit_name).where(
-        gt_microtask.c.job_id == job.id, gt_microtask.c.version < job.current_version
-    )
-    version_of = {str(name): int(version) for version, name in connection.execute(query)}
-    recent = set(sorted(set(version_of.values()))[-50:])
-    names = [name for name, version in version_of.items() if version in recent]
-    rows = store.workunits_named(connection, names)
-    counts = store.result_counts(connection, [int(row["id"]) for row in rows.values()])
-    for name, row in rows.items():
-        entry = counts[int(row["id"])]
-        if row["assimilate_state"] != int(AssimilateState.DONE) or entry["unsent"] or entry["in_progress"]:
-            used.add(version_of[name])
-    return used
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

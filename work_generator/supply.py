@@ -32,22 +32,31 @@ class Issue:
 def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
     """Slots of the open round that have no live workunit and still may have one."""
     wanted = []
+    by_slot = _by_slot(microtasks)
     for slot in range(slots):
-        attempts = sorted((m for m in microtasks if m["slot"] == slot), key=lambda m: int(m["attempt"]))
+        attempts = sorted(by_slot.get(slot, []), key=lambda m: int(m["attempt"]))
         if not attempts:
             wanted.append(Issue(slot, 0))
-        elif attempts[-1]["state"] in _OVER and _failures(attempts, slot) < MAX_ATTEMPTS:
+        elif attempts[-1]["state"] in _OVER and _failures(attempts) < MAX_ATTEMPTS:
             wanted.append(Issue(slot, int(attempts[-1]["attempt"]) + 1))
     return wanted
 
 
 def skipped_slots(microtasks: Sequence[Row], slots: int) -> list[int]:
     """Slots whose workunits failed so often that their samples are left out of the round."""
-    return [slot for slot in range(slots) if _failures(microtasks, slot) >= MAX_ATTEMPTS]
+    by_slot = _by_slot(microtasks)
+    return [slot for slot in range(slots) if _failures(by_slot.get(slot, [])) >= MAX_ATTEMPTS]
 
 
-def _failures(microtasks: Sequence[Row], slot: int) -> int:
-    return sum(1 for m in microtasks if m["slot"] == slot and m["state"] == MicrotaskState.FAILED)
+def _by_slot(microtasks: Sequence[Row]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in microtasks:
+        found.setdefault(int(row["slot"]), []).append(row)
+    return found
+
+
+def _failures(attempts: Sequence[Row]) -> int:
+    return sum(1 for attempt in attempts if attempt["state"] == MicrotaskState.FAILED)
 
 
 def straggling(

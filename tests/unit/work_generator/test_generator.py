@@ -86,7 +86,7 @@ def test_two_generators_at_once_by_mistake_issue_each_slot_once(project: TinyPro
     job = project.job  # both read the job before either has issued anything
     one._supply(job)
     for slot in (0, 1):
-        two._issue(job, Issue(slot, 0))
+        two._issue(job, [Issue(slot, 0)])
     assert len(project.rows(database.workunit)) == 2
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_issued_for_a_version_that_is_no_longer_current(project: Tiny
     old = project.job
     project.make_version()
     before = len(project.rows(database.workunit))
-    project.generator()._issue(old, Issue(0, 1))
+    project.generator()._issue(old, [Issue(0, 1)])
     assert len(project.rows(database.workunit)) == before
 
 

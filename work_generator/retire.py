@@ -1,0 +1,185 @@
+"""Takes back what nobody needs any more: published files of older versions, workunits that nobody was sent.
+
+A file is needed while a workunit that names it is not assimilated or one of its results is not over: counted
+from BOINC's own rows, never by age. It is marked first and deleted then, under the job's lock, so that a crash
+between the two is mended by the next pass, and no other process publishes it meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from boinc_project import store
+from boinc_project.database import Database, result, workunit
+from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
+from boinc_project.project_tree import ProjectTree
+from boinc_project.rows import read_rows
+from boinc_project.states import AssimilateState, ErrorMask, Outcome, ServerState
+from boinc_project.store import JobRow
+
+FILES_PER_LOCK = 100
+_NOT_SENT = (int(ServerState.INACTIVE), int(ServerState.UNSENT))
+
+log = logging.getLogger("work_generator")
+
+
+def retire_files(database: Database, tree: ProjectTree, job: JobRow) -> bool:
+    """Delete published states and microtasks of older versions that nobody needs; returns whether all are gone."""
+    with database.read() as connection:
+        versions = _older_versions(connection, job)
+        needed = versions_in_use(connection, job, versions)
+        names = _names_of(connection, job, [version for version in versions if version not in needed])
+    for start in range(0, len(names), FILES_PER_LOCK):
+        part = names[start : start + FILES_PER_LOCK]
+        # A rollback would make an older version the current one again; then nothing of it may go.
+        with database.transaction() as connection:
+            if not _is_current(connection, job):
+                return False
+            _mark(connection, part, FileState.RETIRING)
+        with database.transaction() as connection:
+            if not _is_current(connection, job):
+                return False
+            known = read_rows(connection, gt_file, ("name",), [(name,) for name in part], ("name", "state"))
+            still = [str(name) for (name,), row in known.items() if row["state"] == FileState.RETIRING]
+            for name in still:
+                tree.delete_published(name)
+            _mark(connection, still, FileState.DELETED)
+        log.debug("[JOB %s] retired %d files", job.name, len(part))
+    return not needed
+
+
+def versions_in_use(connection: Connection, job: JobRow, versions: Sequence[int]) -> set[int]:
+    """Those of these versions that a workunit still needs: not assimilated, or with a result that is not over."""
+    if not versions:
+        return set()
+    query = sa.select(gt_microtask.c.workunit_name, gt_microtask.c.version).where(
+        gt_microtask.c.job_id == job.id, gt_microtask.c.version.in_(versions)
+    )
+    version_of = {str(name): int(version) for name, version in connection.execute(query)}
+    units = _units(connection, version_of)
+    used = {version_of[name] for name, row in units.items() if row["assimilate_state"] != int(AssimilateState.DONE)}
+    rest = {int(row["id"]): version_of[name] for name, row in units.items() if version_of[name] not in used}
+    busy = _with_results(connection, list(rest), result.c.server_state != int(ServerState.OVER))
+    return used | {rest[identifier] for identifier in busy}
+
+
+def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
+    """Cancel the workunits that no longer serve the job and that nobody was sent; returns their number.
+
+    Those are the ones of rolled-back versions, and all open ones of a finished job. A workunit of which a copy
+    was ever sent is left to end by itself: cancelling it would take its volunteers' credit. `settled` remembers
+    the names that need no further look.
+    """
+    states = [str(MicrotaskState.CANCELLED)]
+    if job.state == JobState.FINISHED:
+        states.append(str(MicrotaskState.ISSUED))
+    with database.read() as connection:
+        query = sa.select(gt_microtask.c.workunit_name).where(
+            gt_microtask.c.job_id == job.id, gt_microtask.c.state.in_(states)
+        )
+        names = {str(name) for name in connection.scalars(query)} - settled
+        units = {name: row for name, row in _units(connection, names).items() if not _is_over(row)}
+        sent = _with_results(
+            connection, [int(row["id"]) for row in units.values()], result.c.server_state.not_in(_NOT_SENT)
+        )
+    settled.update(names - set(units))
+    cancelled = 0
+    for name, row in sorted(units.items(), key=lambda each: int(each[1]["id"])):
+        if int(row["id"]) in sent:
+            continue
+        with database.transaction() as connection:
+            if _cancel(connection, int(row["id"])):
+                _withdraw(connection, name)
+                settled.add(name)
+                cancelled += 1
+                log.info("[WU#%d %s] cancelled: nobody was sent it, and it serves no version", row["id"], name)
+    return cancelled
+
+
+def _cancel(connection: Connection, identifier: int) -> bool:
+    """Cancel a workunit as BOINC's own tools do (sched/cancel_jobs), unless a copy of it was ever sent."""
+    locked = read_rows(
+        connection, workunit, ("id",), [(identifier,)], ("id", "assimilate_state", "error_mask", "canonical_resultid"),
+        lock=True,
+    )  # fmt: skip
+    if not locked or _is_over(locked[(identifier,)]):
+        return False
+    copies = store.results_of(connection, identifier, lock=True)
+    if any(row["server_state"] not in _NOT_SENT for row in copies):
+        return False
+    connection.execute(
+        sa.update(result)
+        .where(result.c.workunitid == identifier, result.c.server_state.in_(_NOT_SENT))
+        .values(server_state=int(ServerState.OVER), outcome=int(Outcome.DIDNT_NEED))
+    )
+    mask = int(locked[(identifier,)]["error_mask"]) | int(ErrorMask.CANCELLED)
+    connection.execute(
+        sa.update(workunit).where(workunit.c.id == identifier).values(error_mask=mask, transition_time=int(time.time()))
+    )
+    return True
+
+
+def _withdraw(connection: Connection, name: str) -> None:
+    connection.execute(
+        sa.update(gt_microtask)
+        .where(gt_microtask.c.workunit_name == name, gt_microtask.c.state == str(MicrotaskState.ISSUED))
+        .values(state=str(MicrotaskState.CANCELLED), note="the job is finished")
+    )
+
+
+def _is_over(row: store.Row) -> bool:
+    return bool(row["assimilate_state"] != int(AssimilateState.INIT) or row["error_mask"] or row["canonical_resultid"])
+
+
+def _units(connection: Connection, names: Iterable[str]) -> dict[str, store.Row]:
+    columns = ("id", "name", "assimilate_state", "error_mask", "canonical_resultid")
+    found = read_rows(connection, workunit, ("name",), [(name,) for name in names], columns)
+    return {str(row["name"]): row for row in found.values()}
+
+
+def _with_results(connection: Connection, ids: Sequence[int], condition: sa.ColumnElement[bool]) -> set[int]:
+    """Those of these workunits that have a result for which the condition holds."""
+    found: set[int] = set()
+    for start in range(0, len(ids), 500):
+        query = sa.select(result.c.workunitid).where(result.c.workunitid.in_(ids[start : start + 500]), condition)
+        found.update(int(identifier) for identifier in connection.scalars(query))
+    return found
+
+
+def _is_current(connection: Connection, job: JobRow) -> bool:
+    locked = store.lock_job(connection, job.id)
+    return locked is not None and locked["current_version"] == job.current_version
+
+
+def _of_older_versions(job: JobRow) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        gt_file.c.job_id == job.id,
+        gt_file.c.state.in_([str(FileState.PUBLISHED), str(FileState.RETIRING)]),
+        gt_file.c.kind.in_(["state", "microtask"]),
+        gt_file.c.version < job.current_version,
+    )
+
+
+def _older_versions(connection: Connection, job: JobRow) -> list[int]:
+    query = sa.select(gt_file.c.version).where(_of_older_versions(job)).distinct()
+    return sorted(int(version) for version in connection.scalars(query))
+
+
+def _names_of(connection: Connection, job: JobRow, versions: Sequence[int]) -> list[str]:
+    if not versions:
+        return []
+    query = sa.select(gt_file.c.name).where(_of_older_versions(job), gt_file.c.version.in_(versions))
+    return sorted(str(name) for name in connection.scalars(query))
+
+
+def _mark(connection: Connection, names: Sequence[str], state: FileState) -> None:
+    connection.execute(
+        sa.update(gt_file)
+        .where(gt_file.c.name.in_(names), gt_file.c.state != str(FileState.DELETED))
+        .values(state=str(state))
+    )
