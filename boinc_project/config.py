@@ -78,6 +78,7 @@ class ProjectConfig:
     max_wus_to_send: int = 10  # per request, times the number of processors
     gpu_multiplier: float = 1.0
     max_ncpus: int = 64
+    credit_by_app: bool = False  # keep credit_user and credit_team
     daily_result_quota: int = 0  # jobs a day per host and app version; 0: no quota
     min_sendwork_interval: float = 0.0  # seconds between requests that get work
     next_rpc_delay: float = 0.0  # seconds; 0: the client decides when to come again
@@ -145,6 +146,7 @@ class ProjectConfig:
             max_wus_to_send=values.integer("max_wus_to_send", 10),
             gpu_multiplier=values.number("gpu_multiplier", 1.0),
             max_ncpus=values.integer("max_ncpus", 64),
+            credit_by_app=values.flag("credit_by_app"),
             daily_result_quota=values.integer("daily_result_quota", 0),
             min_sendwork_interval=values.number("min_sendwork_interval", 0.0),
             next_rpc_delay=values.number("next_rpc_delay", 0.0),

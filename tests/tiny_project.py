@@ -244,7 +244,8 @@ class TinyProject:
         now = int(time.time())
         values = {
             "server_state": int(ServerState.OVER), "outcome": int(Outcome.SUCCESS), "hostid": host, "userid": user,
-            "sent_time": now - 60, "received_time": now, "elapsed_time": 30.0, "app_version_id": 1, **columns,
+            "sent_time": now - 60, "received_time": now, "elapsed_time": 30.0, "flops_estimate": 2e9,
+            "app_version_id": 1, **columns,
         }  # fmt: skip
         self.change(database.result, int(result["id"]), **values)
         self.change(database.workunit, int(result["workunitid"]), transition_time=now - 1)

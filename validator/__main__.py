@@ -1,49 +1,113 @@
 """The validator daemon: judges all copies of a workunit together, grants credit, names the canonical result.
 
-    main -> run_passes -> one_pass -> for each workunit: read -> load files -> decide -> write (one transaction)
+    main -> run_passes -> one_pass -> for each batch of workunits: read -> judge each -> write (one transaction)
 
-Files are read before the transaction; in it the workunit's and results' rows are locked and compared with
-what was read, and if anything changed meanwhile the workunit is judged afresh. So a crash at any point, a
-second validator, or a late report can neither lose nor double a grant.
+Files are read before the transaction. In it the rows of workunits and results are locked and compared with
+what was read; a workunit that changed meanwhile is left out and judged afresh. So a crash at any point, a
+second validator, or a late report can neither lose nor double a grant, and no lock is held while computing.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from boinc_project import store
 from boinc_project.contract.errors import InvalidResult, TransientError
-from boinc_project.contract.microtask import Microtask
+from boinc_project.contract.microtask import GRAPH_FILE, Microtask
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import update_types
-from boinc_project.credit import credit_of_flops
+from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
 from boinc_project.daemon import Options, Stopper, UsageError
-from boinc_project.daemon_start import outside_faults, run, start
-from boinc_project.database import Database, workunit
+from boinc_project.daemon_start import Started, outside_faults, run, start
+from boinc_project.database import Database, app, is_conflict, is_lost, result, workunit
 from boinc_project.gt_tables import gt_microtask
 from boinc_project.project_tree import ProjectTree
+from boinc_project.rows import read_rows, update_rows
+from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
-from validator import grants
 from validator.agreement import pair_distances
+from validator.books import Judged, Policy, open_books, sane_seconds, write_results
 from validator.decision import Decision, Sanity, decide, is_viable, needed
-from validator.sanity import Payload, load
+from validator.sanity import load
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
 DEFAULT_SLEEP_S = 5.0
 WORKUNITS_PER_PASS = 1000
 TRANSIENT_RETRY_S = 60.0
 MAX_RESTARTS = 5  # of one workunit in one pass, when rows change under our hands
+MAX_CONFLICTS = 10  # of one transaction with others' transactions
 PARK_AFTER = 3  # unexpected exceptions for one workunit; then it is left alone until the daemon restarts
 
+#: Workunits written in one transaction, and the seconds after which the first of them waits no longer.
+BATCH, BATCH_S = 50, 0.5
+
+#: Columns that are read: all that a decision depends on, without the workunit's XML.
+UNIT_COLUMNS = (
+    "id", "name", "appid", "need_validate", "canonical_resultid", "canonical_credit", "error_mask", "assimilate_state",
+    "min_quorum", "target_nresults", "max_success_results", "rsc_fpops_est", "rsc_fpops_bound", "transition_time",
+)  # fmt: skip
+RESULT_COLUMNS = (
+    "id", "name", "workunitid", "appid", "server_state", "outcome", "validate_state", "hostid", "userid", "teamid",
+    "app_version_id", "sent_time", "received_time", "cpu_time", "elapsed_time", "flops_estimate", "granted_credit",
+    "xml_doc_in",
+)  # fmt: skip
+#: Of these, the columns that may not change between reading and writing.
+UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "target_nresults", "assimilate_state")
+RESULT_MARKS = ("server_state", "outcome", "validate_state", "hostid", "userid")
+
 log = logging.getLogger("validator")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workunit with its results by ascending id, the microtask behind it and that one's job."""
+
+    unit: store.Row
+    results: Sequence[store.Row]
+    task: store.Row
+    job: JobRow
+
+    @property
+    def id(self) -> int:
+        return int(self.unit["id"])
+
+    def __str__(self) -> str:
+        return f"[WU#{self.id} {self.unit['name']}]"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be written for a case. `digests` are those of the readable payloads, by result id."""
+
+    case: Case
+    decision: Decision
+    digests: Mapping[int, str]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the command line and the project say about judging.
+
+    one_vote_per_user    copies of one user are one vote; else those of one host are
+    credit_from_runtime  credit by the hosts' own runtimes and speeds instead of the microtask's operations
+    max_granted_credit   most credits for one result
+    """
+
+    one_vote_per_user: bool = True
+    credit_from_runtime: bool = False
+    max_granted_credit: float = MAX_GRANTED_CREDIT
+    books: Policy = field(default_factory=Policy)
 
 
 @dataclass
@@ -55,89 +119,151 @@ class Validator:
     database: Database
     appid: int
     stopper: Stopper
-    one_vote_per_user: bool = True
+    rules: Rules = field(default_factory=Rules)
     clock: Callable[[], float] = time.time
     not_before: dict[int, float] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)
     types: dict[tuple[int, str, int], Mapping[str, TensorType]] = field(default_factory=dict)
+    jobs: dict[int, JobRow | None] = field(default_factory=dict)
+    handled: int = 0
 
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
         worked = False
+        self.jobs.clear()
         with outside_faults():
-            with self.database.read() as connection:
-                waiting = store.needing_validation(connection, self.appid, WORKUNITS_PER_PASS)
-            for identifier in waiting:
-                self.stopper.check()
-                if self.options.takes(identifier) and self.not_before.get(identifier, 0.0) <= self.clock():
-                    worked |= self._guarded(identifier)
+            for waiting in self._waiting():
+                for start in range(0, len(waiting), BATCH):
+                    worked |= self._handle(waiting[start : start + BATCH])
         return worked
 
-    def _guarded(self, identifier: int) -> bool:
-        """Handle one workunit; an unexpected fault parks it and leaves the others alone."""
+    def _waiting(self) -> Iterator[list[int]]:
+        """Pages of the workunits that are ours to judge now; parked ones do not keep others from being seen."""
+        page, now = [0], self.clock()
+        while page:
+            with self.database.read() as connection:
+                page = store.needing_validation(
+                    connection, self.appid, WORKUNITS_PER_PASS, after=page[-1], mod=self.options.mod
+                )
+            mine = [each for each in page if self.options.takes(each) and self.not_before.get(each, 0.0) <= now]
+            if self.options.limit is not None:
+                mine = mine[: self.options.limit - self.handled]
+                self.handled += len(mine)
+            yield mine
+
+    def _handle(self, identifiers: Sequence[int]) -> bool:
+        """Judge and write these workunits; those that changed under our hands once more, a few times."""
+        worked = False
+        for _ in range(MAX_RESTARTS):
+            if not identifiers:
+                return worked
+            again: list[int] = []
+            for verdicts in self._judged(self._read(identifiers)):
+                if self.options.dry_run:
+                    for each in verdicts:
+                        log.info("%s would be decided: %s", each.case, each.decision)
+                    continue
+                changed = self._written(verdicts)
+                again += changed
+                worked |= len(changed) < len(verdicts)
+            identifiers = again
+        for identifier in identifiers:
+            log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
+        return worked
+
+    # Reading.
+
+    def _read(self, identifiers: Sequence[int]) -> list[Case]:
+        """What the database says of these workunits; without those that need no judgement any more."""
+        with self.database.read() as connection:
+            units = read_rows(connection, workunit, ("id",), [(each,) for each in identifiers], UNIT_COLUMNS)
+            waiting = {int(row["id"]): row for row in units.values() if row["need_validate"]}
+            results = _results(connection, list(waiting))
+            names = [(str(row["name"]),) for row in waiting.values()]
+            tasks = read_rows(connection, gt_microtask, ("workunit_name",), names)
+            for job_id in {int(task["job_id"]) for task in tasks.values()} - set(self.jobs):
+                self.jobs[job_id] = store.job_with_id(connection, job_id)
+        cases = []
+        for identifier, unit in waiting.items():
+            task = tasks.get((str(unit["name"]),))
+            job = None if task is None else self.jobs[int(task["job_id"])]
+            if task is None or job is None:
+                self.not_before[identifier] = float("inf")
+                log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", identifier, str(unit["name"]))
+            else:
+                cases.append(Case(unit, results.get(identifier, []), task, job))
+        return cases
+
+    # Judging.
+
+    def _judged(self, cases: Sequence[Case]) -> Iterator[list[Verdict]]:
+        """Verdicts in batches, so that none waits long for the others."""
+        batch: list[Verdict] = []
+        since = time.monotonic()
+        for case in cases:
+            self.stopper.check()
+            verdict = self._guarded(case)
+            if verdict is not None:
+                batch.append(verdict)
+            if batch and time.monotonic() - since > BATCH_S:
+                yield batch
+                batch, since = [], time.monotonic()
+        if batch:
+            yield batch
+
+    def _guarded(self, case: Case) -> Verdict | None:
+        """The verdict over a case, or None: later. An unexpected fault parks it and leaves the others alone."""
         try:
-            return self._handle(identifier)
+            verdict = self._judge(case)
         except DBAPIError:
             raise
         except Exception:
-            count = self.failures[identifier] = self.failures.get(identifier, 0) + 1
-            parked = count >= PARK_AFTER
-            self.not_before[identifier] = float("inf") if parked else self.clock() + TRANSIENT_RETRY_S
-            log.critical("[WU#%d] judging failed%s", identifier, "; it is parked" if parked else "", exc_info=True)
-            return False
+            self._failed(case)
+            return None
+        if verdict.decision.retry:
+            self.not_before[case.id] = self.clock() + TRANSIENT_RETRY_S
+            log.warning("%s %s; later", case, verdict.decision.note)
+            return None
+        return verdict
 
-    def _handle(self, identifier: int) -> bool:
-        for _ in range(MAX_RESTARTS):
-            with self.database.read() as connection:
-                row = connection.execute(sa.select(workunit).where(workunit.c.id == identifier)).mappings().first()
-                if row is None or row["need_validate"] == 0:
-                    return False
-                unit = dict(row)
-                results = store.results_of(connection, identifier)
-                task = store.microtask_of(connection, str(unit["name"]))
-                job = None if task is None else store.job_with_id(connection, int(task["job_id"]))
-            if task is None or job is None:
-                self._once_parked(identifier, f"[WU#{identifier} {unit['name']}] is not one of our microtasks")
-                return False
-            payloads, decision = self._judge(unit, results, task, job)
-            if decision.retry:
-                self.not_before[identifier] = self.clock() + TRANSIENT_RETRY_S
-                log.warning("[WU#%d %s] %s; later", identifier, unit["name"], decision.note)
-                return False
-            if self.options.dry_run:
-                log.info("[WU#%d %s] would be decided: %s", identifier, unit["name"], decision)
-                return False
-            if self._write(unit, results, task, decision, payloads):
-                self._log(unit, results, decision)
-                return True
-        log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
-        return False
+    def _failed(self, case: Case) -> None:
+        count = self.failures[case.id] = self.failures.get(case.id, 0) + 1
+        parked = count >= PARK_AFTER
+        self.not_before[case.id] = float("inf") if parked else self.clock() + TRANSIENT_RETRY_S
+        log.critical("%s judging failed%s", case, "; it is parked" if parked else "", exc_info=True)
 
-    def _judge(
-        self, unit: store.Row, results: Sequence[store.Row], task: store.Row, job: JobRow
-    ) -> tuple[dict[int, Payload], Decision]:
-        microtask = Microtask.from_json(str(task["document"]).encode("ascii"))
-        types = self._types_of(job, microtask)
-        payloads: dict[int, Payload] = {}
+    def _judge(self, case: Case) -> Verdict:
+        """Read the copies and decide."""
+        microtask = Microtask.from_json(str(case.task["document"]).encode("ascii"))
+        types = self._types_of(case.job, microtask)
+        tensors: dict[int, Mapping[str, Any]] = {}
+        digests: dict[int, str] = {}
         sanity: dict[int, tuple[Sanity, str]] = {}
-        by_id = {int(row["id"]): row for row in results}
-        for identifier in needed(unit, results):
+        by_id = {int(row["id"]): row for row in case.results}
+        for identifier in needed(case.unit, case.results):
             try:
-                payloads[identifier] = load(self.tree, by_id[identifier], types, microtask.codec, str(task["digest"]))
+                payload = load(self.tree, by_id[identifier], types, microtask.codec, str(case.task["digest"]))
+                tensors[identifier], digests[identifier] = payload.update.tensors, payload.sha256
                 sanity[identifier] = (Sanity.GOOD, "")
             except InvalidResult as error:
                 sanity[identifier] = (Sanity.INVALID, f"{error} ({error.fault})")
             except TransientError as error:
                 sanity[identifier] = (Sanity.TRANSIENT, str(error))
-        distances = pair_distances({key: payload.update.tensors for key, payload in payloads.items()})
         voters: dict[int, Hashable] = {
-            int(row["id"]): int(row["userid"] if self.one_vote_per_user else row["hostid"])
-            for row in results
+            int(row["id"]): int(row["userid"] if self.rules.one_vote_per_user else row["hostid"])
+            for row in case.results
             if is_viable(row)
         }
-        now = int(self.clock())
-        decision = decide(unit, results, sanity, distances, job.config.workunit.tolerance, voters, now)
-        return payloads, decision
+        decision = decide(
+            case.unit,
+            case.results,
+            sanity,
+            pair_distances(tensors),
+            case.job.config.workunit.tolerance,
+            voters,
+            int(self.clock()),
+        )
+        return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.files[GRAPH_FILE].sha256[:16]}")
 
     def _types_of(self, job: JobRow, microtask: Microtask) -> Mapping[str, TensorType]:
         key = (job.id, microtask.mode, microtask.steps)
@@ -145,66 +271,141 @@ class Validator:
             self.types[key] = update_types(job.folder.gradient_graph, microtask.mode, microtask.steps)
         return self.types[key]
 
-    def _write(
-        self,
-        unit: store.Row,
-        results: Sequence[store.Row],
-        task: store.Row,
-        decision: Decision,
-        payloads: Mapping[int, Payload],
-    ) -> bool:
-        """Write a decision in one transaction; False if the rows are no longer those it was taken from."""
-        identifier = int(unit["id"])
-        with self.database.transaction() as connection:
-            locked = store.lock_workunit(connection, identifier)
-            current = store.results_of(connection, identifier, lock=True)
-            if locked is None or not _same(unit, locked) or _fingerprint(results) != _fingerprint(current):
-                return False
-            credit = credit_of_flops(float(task["flops"]))
-            granted = credit if not unit["canonical_resultid"] else float(unit["canonical_credit"])
-            for row in sorted(results, key=lambda each: int(each["id"])):
+    # Writing.
+
+    def _written(self, verdicts: Sequence[Verdict]) -> list[int]:
+        """Write verdicts; returns the ids of the workunits that changed and must be judged afresh.
+
+        What one verdict cannot have written does not stop the others: each is then tried in a transaction of
+        its own.
+        """
+        try:
+            changed = self._write_together(verdicts)
+        except Exception as error:
+            if isinstance(error, DBAPIError) and is_lost(error):
+                raise
+            if len(verdicts) > 1:
+                return [identifier for each in verdicts for identifier in self._written([each])]
+            self._failed(verdicts[0].case)
+            return []
+        for each in verdicts:
+            if each.case.id not in changed:
+                _report(each)
+        return sorted(changed)
+
+    def _write_together(self, verdicts: Sequence[Verdict]) -> set[int]:
+        """One transaction for all, repeated when it loses against somebody else's."""
+        for attempt in range(MAX_CONFLICTS):
+            try:
+                with self.database.transaction() as connection:
+                    return self._write(connection, verdicts)
+            except DBAPIError as error:
+                # A row of the books that two of us wanted to make at once is a conflict as well.
+                if attempt + 1 == MAX_CONFLICTS or not (is_conflict(error) or isinstance(error, IntegrityError)):
+                    raise
+                log.debug("conflict with another transaction (%s); again", error.orig)
+            time.sleep(random.uniform(0, 0.02) * (attempt + 1))
+        raise AssertionError("unreachable")
+
+    def _write(self, connection: Connection, verdicts: Sequence[Verdict]) -> set[int]:
+        """The statements of one transaction, in BOINC's order; returns the workunits that were left out."""
+        changed = _changed(connection, [each.case for each in verdicts])
+        kept = [each for each in verdicts if each.case.id not in changed]
+        judged: list[Judged] = []
+        unsent: list[int] = []
+        units: dict[tuple[int | str, ...], dict[str, Any]] = {}
+        digests: dict[tuple[int | str, ...], dict[str, Any]] = {}
+        for each in kept:
+            unit, decision = each.case.unit, each.decision
+            credit = self._credit(each)
+            for row in each.case.results:
                 change = decision.results.get(int(row["id"]))
                 if change is not None and change.validate_state != row["validate_state"]:
-                    grants.judge_result(connection, unit, row, change, granted, self.clock())
-            if decision.retire_unsent:
-                store.retire_unsent(connection, identifier)
+                    judged.append(Judged(unit, row, change, credit, each.kind))
             fields = dict(decision.workunit)
             if decision.canonical is not None:
                 fields["canonical_credit"] = credit
-                connection.execute(
-                    sa.update(gt_microtask)
-                    .where(gt_microtask.c.workunit_name == unit["name"])
-                    .values(canonical_sha256=payloads[decision.canonical].sha256)
-                )
+                digests[(str(unit["name"]),)] = {"canonical_sha256": each.digests[decision.canonical]}
+            if decision.retire_unsent:
+                waiting = (ServerState.INACTIVE, ServerState.UNSENT)
+                unsent += [int(row["id"]) for row in each.case.results if row["server_state"] in waiting]
             if fields.get("assimilate_state") and unit["assimilate_state"] != 0:
                 del fields["assimilate_state"]
-            connection.execute(sa.update(workunit).where(workunit.c.id == identifier).values(**fields))
-        return True
+            units[(each.case.id,)] = fields
+        if judged:
+            judged.sort(key=lambda one: int(one.row["id"]))
+            books = open_books(connection, judged, self.rules.books, self.clock())
+            for one in judged:
+                books.enter(one)
+            books.write(connection)
+            write_results(connection, judged, books.outliers)
+        update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
+        update_rows(connection, gt_microtask, ("workunit_name",), digests)
+        update_rows(connection, workunit, ("id",), units)
+        return changed
 
-    def _log(self, unit: store.Row, results: Sequence[store.Row], decision: Decision) -> None:
-        for row in results:
-            change = decision.results.get(int(row["id"]))
-            if change is not None and change.validate_state != row["validate_state"]:
-                why = f": {change.reason}" if change.reason else ""
-                log.info("[RESULT#%d %s] %s%s", row["id"], row["name"], change.validate_state.name.lower(), why)
-        if decision.canonical is not None:
-            log.info("[WU#%d %s] canonical result is [RESULT#%d]", unit["id"], unit["name"], decision.canonical)
-        elif decision.note:
-            log.info("[WU#%d %s] %s", unit["id"], unit["name"], decision.note)
-
-    def _once_parked(self, identifier: int, text: str) -> None:
-        self.not_before[identifier] = float("inf")
-        log.warning("%s; it is left alone", text)
-
-
-def _same(read: store.Row, locked: store.Row) -> bool:
-    names = ("need_validate", "canonical_resultid", "error_mask", "target_nresults", "assimilate_state")
-    return all(read[name] == locked[name] for name in names)
+    def _credit(self, verdict: Verdict) -> float:
+        """What each valid result of the workunit is granted."""
+        unit, most = verdict.case.unit, self.rules.max_granted_credit
+        if unit["canonical_resultid"]:
+            granted = [r["granted_credit"] for r in verdict.case.results if r["id"] == unit["canonical_resultid"]]
+            return float(granted[0] if granted else unit["canonical_credit"])
+        if not self.rules.credit_from_runtime:
+            return credit_of_flops(float(verdict.case.task["flops"]), most)
+        claims = [
+            claimed_flops(float(row["flops_estimate"]), sane_seconds(row["elapsed_time"]))
+            for row in verdict.case.results
+            if int(row["id"]) in verdict.decision.results
+            and verdict.decision.results[int(row["id"])].validate_state == ValidateState.VALID
+        ]
+        return credit_of_runtimes(claims, float(unit["rsc_fpops_bound"]), most)
 
 
-def _fingerprint(rows: Sequence[store.Row]) -> list[tuple[Any, ...]]:
-    """What a decision depends on, so that a change under our hands is noticed."""
-    return [(r["id"], r["server_state"], r["outcome"], r["validate_state"], r["hostid"], r["userid"]) for r in rows]
+#: A result that nobody was sent and nobody needs any more; its row is locked and still unsent.
+_NOT_NEEDED = {"server_state": int(ServerState.OVER), "outcome": int(Outcome.DIDNT_NEED)}
+
+
+def _results(connection: Connection, units: Sequence[int]) -> dict[int, list[store.Row]]:
+    """The results of these workunits by workunit, in ascending order of their ids."""
+    columns = [result.c[name] for name in RESULT_COLUMNS]
+    query = sa.select(*columns).where(result.c.workunitid.in_(units)).order_by(result.c.workunitid, result.c.id)
+    found: dict[int, list[store.Row]] = {}
+    for row in connection.execute(query).mappings():
+        found.setdefault(int(row["workunitid"]), []).append(dict(row))
+    return found
+
+
+def _changed(connection: Connection, cases: Sequence[Case]) -> set[int]:
+    """Lock the rows of these cases; returns the workunits for which they are not what was read any more."""
+    units = read_rows(connection, workunit, ("id",), [(case.id,) for case in cases], ["id", *UNIT_MARKS], lock=True)
+    keys = [(int(row["id"]),) for case in cases for row in case.results]
+    rows = read_rows(connection, result, ("id",), keys, ["id", *RESULT_MARKS], lock=True)
+    query = sa.select(result.c.workunitid, sa.func.count()).where(result.c.workunitid.in_([case.id for case in cases]))
+    counts = {int(unit): int(count) for unit, count in connection.execute(query.group_by(result.c.workunitid))}
+
+    def same(read: store.Row, now: store.Row | None, marks: Sequence[str]) -> bool:
+        return now is not None and all(read[name] == now[name] for name in marks)
+
+    return {
+        case.id
+        for case in cases
+        if not same(case.unit, units.get((case.id,)), UNIT_MARKS)
+        or counts.get(case.id, 0) != len(case.results)
+        or not all(same(row, rows.get((int(row["id"]),)), RESULT_MARKS) for row in case.results)
+    }
+
+
+def _report(verdict: Verdict) -> None:
+    """Say in the log what was written."""
+    for row in verdict.case.results:
+        change = verdict.decision.results.get(int(row["id"]))
+        if change is not None and change.validate_state != row["validate_state"]:
+            why = f": {change.reason}" if change.reason else ""
+            log.info("[RESULT#%d %s] %s%s", row["id"], row["name"], change.validate_state.name.lower(), why)
+    if verdict.decision.canonical is not None:
+        log.info("%s canonical result is [RESULT#%d]", verdict.case, verdict.decision.canonical)
+    elif verdict.decision.note:
+        log.info("%s %s", verdict.case, verdict.decision.note)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,20 +415,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         program="gt_validator",
         about=ABOUT,
         default_sleep=DEFAULT_SLEEP_S,
-        own={"votes": "whose copies count apart: user (default), or host for a private lab with one account"},
-        check=_check_votes,
+        own={
+            "votes": "whose copies count apart: user (default), or host for a private lab with one account",
+            "max_granted_credit": f"most credits for one result (default {MAX_GRANTED_CREDIT:.0f})",
+        },
+        flags={"credit_from_runtime": "credit by runtime and host speed, not by the microtask's operations"},
+        check=_check,
     )
     if isinstance(started, int):
         return started
-    by_user = started.options.own.get("votes", "user") == "user"
-    log.info("%s", "One vote per user" if by_user else "One vote per HOST: copies of one account check each other")
-    validator = Validator(started.options, started.tree, started.database, started.appid, started.stopper, by_user)
+    rules = rules_of(started)
+    voters = (
+        "One vote per user" if rules.one_vote_per_user else "One vote per HOST: copies of one account check each other"
+    )
+    log.info("%s", voters)
+    validator = Validator(started.options, started.tree, started.database, started.appid, started.stopper, rules)
     return run(started, "validator", validator.one_pass)
 
 
-def _check_votes(options: Options) -> None:
+def rules_of(started: Started) -> Rules:
+    """The rules that options, config.xml and the app's row make."""
+    own, config = started.options.own, started.tree.config
+    with started.database.read() as connection:
+        replicas = connection.scalar(sa.select(app.c.target_nresults).where(app.c.id == started.appid))
+    return Rules(
+        one_vote_per_user=own.get("votes", "user") == "user",
+        credit_from_runtime="credit_from_runtime" in own,
+        max_granted_credit=float(own.get("max_granted_credit", MAX_GRANTED_CREDIT)),
+        books=Policy(config.daily_result_quota, config.credit_by_app, int(replicas or 0) > 1),
+    )
+
+
+def _check(options: Options) -> None:
     if options.own.get("votes", "user") not in ("user", "host"):
         raise UsageError("gt_validator: --votes takes user or host")
+    try:
+        most = float(options.own.get("max_granted_credit", MAX_GRANTED_CREDIT))
+    except ValueError:
+        most = 0.0
+    if not 0 < most < 1e12:
+        raise UsageError("gt_validator: --max_granted_credit takes a positive number of credits")
 
 
 if __name__ == "__main__":

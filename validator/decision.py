@@ -16,6 +16,10 @@ from validator.agreement import Copy, judge
 
 Row = Mapping[str, Any]
 
+#: Copies farther apart than their tolerance, but no farther than this, differ as unlike hardware does (reduced
+#: precision, a drifting card); beyond it somebody computed something else.
+HONEST_DISTANCE = 0.05
+
 
 class Sanity(Enum):
     """What reading one result's files gave."""
@@ -27,15 +31,12 @@ class Sanity(Enum):
 
 @dataclass(frozen=True)
 class ResultChange:
-    """New fields of one result row; `credited` results get the workunit's credit."""
+    """New fields of one result row. `differs`: invalid, but close enough to be an honest disagreement."""
 
     validate_state: ValidateState
     outcome: Outcome | None = None
     reason: str = ""
-
-    @property
-    def credited(self) -> bool:
-        return self.validate_state == ValidateState.VALID
+    differs: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,13 @@ def needed(workunit: Row, results: Sequence[Row]) -> list[int]:
     viable = [row for row in results if is_viable(row)]
     if workunit["canonical_resultid"]:
         fresh = [int(row["id"]) for row in viable if is_open(row)]
-        return [*fresh, int(workunit["canonical_resultid"])] if fresh else []
+        return [*fresh, *_canonical_id(workunit, results)] if fresh else []
     return [int(row["id"]) for row in viable] if len(viable) >= workunit["min_quorum"] else []
+
+
+def _canonical_id(workunit: Row, results: Sequence[Row]) -> list[int]:
+    """The canonical result's id, unless its row is gone."""
+    return [int(row["id"]) for row in results if row["id"] == workunit["canonical_resultid"]]
 
 
 def decide(
@@ -100,8 +106,9 @@ def _late_results(
     fresh = [int(row["id"]) for row in results if is_open(row) and row["id"] != canonical]
     if not fresh:
         return Decision(workunit={"need_validate": 0})
-    if sanity[canonical][0] == Sanity.TRANSIENT:
-        return Decision(retry=True, note=sanity[canonical][1])
+    of_canonical = sanity.get(canonical, (Sanity.INVALID, "its row is gone"))
+    if of_canonical[0] == Sanity.TRANSIENT:
+        return Decision(retry=True, note=of_canonical[1])
     changes: dict[int, ResultChange] = {}
     for identifier in fresh:
         kind, reason = sanity[identifier]
@@ -109,15 +116,21 @@ def _late_results(
             return Decision(retry=True, note=reason)
         if kind == Sanity.INVALID:
             changes[identifier] = ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, reason)
-        elif sanity[canonical][0] == Sanity.INVALID:
+        elif of_canonical[0] == Sanity.INVALID:
             # We deleted the evidence ourselves (the canonical file is gone): nobody is to blame.
             changes[identifier] = ResultChange(ValidateState.TOO_LATE, reason="the canonical file is gone")
         else:
             apart = distances[min(identifier, canonical), max(identifier, canonical)]
-            agrees = apart <= tolerance
-            state = ValidateState.VALID if agrees else ValidateState.INVALID
-            changes[identifier] = ResultChange(state, reason=f"distance {apart:.2g} to the canonical result")
+            changes[identifier] = _compared(apart, tolerance)
     return Decision(changes, workunit={"need_validate": 0, "transition_time": now})
+
+
+def _compared(apart: float, tolerance: float) -> ResultChange:
+    """The verdict over a readable copy that is `apart` from the canonical result."""
+    reason = f"distance {apart:.2g} to the canonical result"
+    if apart <= tolerance:
+        return ResultChange(ValidateState.VALID, reason=reason)
+    return ResultChange(ValidateState.INVALID, reason=reason, differs=apart <= HONEST_DISTANCE)
 
 
 def _quorum(
@@ -152,7 +165,7 @@ def _quorum(
             changes[identifier] = ResultChange(ValidateState.VALID)
         for identifier in verdict.invalid:
             apart = distances[min(identifier, verdict.canonical), max(identifier, verdict.canonical)]
-            changes[identifier] = ResultChange(ValidateState.INVALID, reason=f"distance {apart:.2g}")
+            changes[identifier] = _compared(apart, tolerance)
         return Decision(
             changes,
             canonical=verdict.canonical,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from boinc_project.states import NEVER, AssimilateState, ErrorMask, Outcome, ServerState, ValidateState
-from validator.decision import Decision, ResultChange, Sanity, decide, needed
+from validator.decision import HONEST_DISTANCE, Decision, ResultChange, Sanity, decide, needed
 
 NOW = 1_000_000
 UNIT = {
@@ -85,7 +85,7 @@ def test_the_copy_that_differs_from_an_agreeing_pair_is_invalid_without_being_an
     found = run([row(1), row(2, ValidateState.INCONCLUSIVE), row(3)], {3: 9.0})
     assert found.results[3].validate_state == ValidateState.INVALID
     assert found.results[3].outcome is None
-    assert {i for i, change in found.results.items() if change.credited} == {1, 2}
+    assert {i for i, change in found.results.items() if change.validate_state == ValidateState.VALID} == {1, 2}
 
 
 def test_two_copies_that_differ_are_inconclusive_and_one_more_is_asked_for() -> None:
@@ -179,8 +179,26 @@ def test_a_late_copy_with_a_bad_file_is_an_error() -> None:
 def test_a_late_copy_is_too_late_and_not_invalid_when_we_deleted_the_canonical_file() -> None:
     found = run([row(1, ValidateState.VALID), row(3)], sanity={1: INVALID}, **CANONICAL)
     assert found.results[3].validate_state == ValidateState.TOO_LATE
-    assert found.results[3].outcome is None and not found.results[3].credited
+    assert found.results[3].outcome is None
     assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+
+
+def test_a_late_copy_beside_a_canonical_result_whose_row_is_gone_is_too_late_and_the_flag_is_cleared() -> None:
+    found = run([row(3)], **CANONICAL)
+    assert found.results[3].validate_state == ValidateState.TOO_LATE
+    assert found.workunit["need_validate"] == 0
+
+
+@pytest.mark.parametrize("apart, differs", [(0.004, True), (HONEST_DISTANCE, True), (0.06, False), (9.0, False)])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_small_disagreement_is_told_from_another_computation(apart: float, differs: bool, late: bool) -> None:
+    results = [row(1, ValidateState.VALID if late else ValidateState.INIT), row(2), row(3)]
+    unit = {**UNIT, **(CANONICAL if late else {})}
+    read = dict.fromkeys(needed(unit, results), GOOD)
+    distances = {(1, 2): 0.0, (1, 3): apart, (2, 3): apart}
+    found = decide(unit, results, read, distances, 0.001, {1: "a", 2: "b", 3: "c"}, NOW)
+    assert found.results[3].validate_state == ValidateState.INVALID
+    assert found.results[3].differs is differs and not found.results[2].differs
 
 
 @pytest.mark.parametrize("away", [1, 3])

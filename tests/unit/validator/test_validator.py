@@ -18,7 +18,8 @@ from boinc_project.gt_tables import gt_microtask
 from boinc_project.states import AssimilateState, FileDeleteState, Outcome, ServerState, ValidateState
 from tests.tiny_project import TinyProject, tiny_project
 from validator import __main__ as daemon
-from validator.__main__ import Validator
+from validator import books
+from validator.__main__ import Rules, Validator
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -104,18 +105,18 @@ def test_a_crash_before_the_commit_grants_nothing_and_the_next_pass_grants_once(
     for result in pair:
         project.answer(result)
     project.transitioner.run_once()
-    real, calls = daemon.grants.judge_result, itertools.count()
+    real, calls = books.update_rows, itertools.count()
 
-    def dies_at_the_second(*arguments: Any) -> None:
+    def dies_at_the_second(*arguments: Any) -> int:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        real(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(daemon.grants, "judge_result", dies_at_the_second)
+    monkeypatch.setattr(books, "update_rows", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         project.validator().one_pass()
     assert set(totals(project).values()) == {0}
-    monkeypatch.setattr(daemon.grants, "judge_result", real)
+    monkeypatch.setattr(books, "update_rows", real)
     judge(project)
     assert len({round(total, 9) for total in totals(project).values()}) == 1
     assert [v["consecutive_valid"] for v in project.rows(database.host_app_version)] == [4, 4]
@@ -308,7 +309,7 @@ def test_one_user_with_two_hosts_is_no_quorum_and_the_honest_pair_wins(
 def test_a_lab_with_one_account_may_let_hosts_vote(project: TinyProject, pair: list[dict[str, Any]]) -> None:
     for result, host in zip(pair, (70, 71), strict=True):
         project.answer(result, user=7, host=host)
-    judge(project, one_vote_per_user=False)
+    judge(project, rules=Rules(one_vote_per_user=False))
     assert states(project, pair[0]["workunitid"]) == [(Outcome.SUCCESS, VALID)] * 2
 
 
