@@ -14,6 +14,7 @@ from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server import accounts
 from boinc_project.server.run import free_port
+from tests import databases
 
 WIRE = Path(__file__).parent / "data" / "wire"
 
@@ -27,9 +28,12 @@ exit 0
 
 
 def make_project(folder: Path, **options: str | int | float) -> ProjectTree:
-    """A project on a free port of loopback, without the pauses that real clients are asked to make."""
+    """A project on a free port of loopback, without the pauses that real clients are asked to make.
+
+    It is made on the database that the test runs with (tests/databases.py).
+    """
     url = f"http://127.0.0.1:{free_port()}/test/"
-    quick: dict[str, str | int | float] = {"min_sendwork_interval": 0, **options}
+    quick: dict[str, str | int | float] = {"min_sendwork_interval": 0, **databases.project_options(), **options}
     return create_project(folder, master_url=url, long_name="Test Project", options=quick)
 
 

@@ -72,6 +72,7 @@ def upper_case(task: VolunteerTask, _slot: Path) -> int:
 # Work.
 
 
+@pytest.mark.usefixtures("each_database")
 def test_two_volunteers_complete_a_quorum_with_the_downloaded_signed_app(
     server: EmbeddedServer, appid: int, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_two_volunteers_complete_a_quorum_with_the_downloaded_signed_app(
     assert path.stat().st_mode & 0o222 == 0, "a complete upload is read-only"
 
 
+@pytest.mark.usefixtures("each_database")
 def test_error_frees_the_workunit_for_the_same_host(server: EmbeddedServer, appid: int, tmp_path: Path) -> None:
     add_workunits(server.tree, server.db, appid, 1)
     wait_for_results(server, 1)
@@ -105,6 +107,7 @@ def test_error_frees_the_workunit_for_the_same_host(server: EmbeddedServer, appi
     assert second["outcome"] == Outcome.SUCCESS
 
 
+@pytest.mark.usefixtures("each_database")
 def test_lost_result_is_sent_again_and_unknown_one_is_aborted(
     server: EmbeddedServer, appid: int, tmp_path: Path
 ) -> None:
@@ -126,6 +129,7 @@ def test_dry_server_says_when_to_come_again(server: EmbeddedServer, appid: int, 
     assert reply.messages == ("Project has no tasks available",)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_in_progress_limit_is_two_per_processor(server: EmbeddedServer, appid: int, tmp_path: Path) -> None:
     add_workunits(server.tree, server.db, appid, 9)
     wait_for_results(server, 9)
@@ -137,6 +141,7 @@ def test_in_progress_limit_is_two_per_processor(server: EmbeddedServer, appid: i
     assert "This computer has reached a limit on tasks in progress" in reply.messages
 
 
+@pytest.mark.usefixtures("each_database")
 def test_one_unsent_result_goes_to_exactly_one_of_twenty_simultaneous_hosts(tmp_path: Path) -> None:
     rounds = 10
     tree = make_project(tmp_path / "project", one_result_per_user_per_wu=0)
@@ -180,6 +185,7 @@ def _holds(server: EmbeddedServer, host: ScriptedVolunteer, number: int) -> bool
     return bool(result["hostid"] == host.hostid and result["server_state"] == ServerState.IN_PROGRESS)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_recorded_requests_of_the_stock_client_are_answered(server: EmbeddedServer, appid: int) -> None:
     key = add_user(server.db, "one")
     add_workunits(server.tree, server.db, appid, 1)
@@ -227,6 +233,7 @@ def _post(server: EmbeddedServer, body: bytes) -> str:
 # Accounts.
 
 
+@pytest.mark.usefixtures("each_database")
 def test_account_is_created_found_and_protected(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("boinc_project.server.http_rim.BAD_PASSWORD_DELAY_S", 0.01)
     url = server.config.master_url
@@ -300,6 +307,7 @@ def target(server: EmbeddedServer, file: FileInfo) -> Path:
     return server.tree.upload_path(file.name)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_cut_upload_resumes_where_it_stopped(
     server: EmbeddedServer, output: tuple[ScriptedVolunteer, FileInfo]
 ) -> None:
@@ -560,6 +568,7 @@ def test_server_process_stops_on_stop_daemons_and_does_not_start_with_it(
     assert "stop_daemons" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("each_database")
 def test_killed_server_leaves_no_lock_and_no_lost_work(tmp_path: Path) -> None:
     tree = make_project(tmp_path / "project")
     process = start_process(tree)

@@ -261,6 +261,7 @@ class Project:
         return answer.held
 
 
+@pytest.mark.usefixtures("each_database")
 def test_report_is_processed_once_and_the_work_comes_within_the_interval(project: Project) -> None:
     held = project.report()
     reported = rows(project.db, database.result, name="first_0_0")
@@ -273,6 +274,7 @@ def test_report_is_processed_once_and_the_work_comes_within_the_interval(project
     assert rows(project.db, database.result, name="first_0_0") == reported
 
 
+@pytest.mark.usefixtures("each_database")
 def test_question_repeated_in_vain_changes_nothing(project: Project) -> None:
     held = project.report()
     before = rows(project.db, database.host)
@@ -282,6 +284,7 @@ def test_question_repeated_in_vain_changes_nothing(project: Project) -> None:
     assert rows(project.db, database.host) == before
 
 
+@pytest.mark.usefixtures("each_database")
 def test_client_that_asked_anew_meanwhile_is_answered_there(project: Project) -> None:
     held = project.report()
     project.now += 100

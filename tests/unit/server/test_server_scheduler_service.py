@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server.scheduler_service import INDEXES, MAX_CANDIDATES, MIN_CANDIDATES, SchedulerService
 from boinc_project.server.transitioner import Transitioner
+from boinc_project.states import ServerState
 from tests.server_project import add_user, add_workunits, as_host, make_project, publish_app, rows, wire_body
 
 FIRST_CONTACT = "scheduler-first-contact.request"
@@ -19,11 +24,14 @@ BEYOND_ANY_HOST = 1e15  # bytes of memory
 
 
 def add_indexes(db: Database) -> None:
+    if not db.is_sqlite:
+        return
     with db.transaction() as connection:
         for index in INDEXES:
             connection.exec_driver_sql(index)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_task_behind_tasks_that_do_not_fit_the_host_is_found(tmp_path: Path) -> None:
     tree = make_project(tmp_path / "project")
     with tree.database() as db:
@@ -41,6 +49,45 @@ def test_task_behind_tasks_that_do_not_fit_the_host_is_found(tmp_path: Path) -> 
         assert b"<name>small_0_0</name>" in reply
         assert b"more memory" not in reply
         assert len(rows(db, database.result, hostid=1)) == 1
+
+
+SERVERS, ROUNDS = 10, 5
+
+
+@pytest.mark.usefixtures("each_database")
+def test_servers_that_share_a_database_never_give_one_result_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = make_project(tmp_path / "project", one_result_per_user_per_wu=0)
+    with contextlib.ExitStack() as stack:
+        dbs = [stack.enter_context(tree.database()) for _ in range(SERVERS)]
+        add_indexes(dbs[0])
+        appid, key = publish_app(tree, dbs[0]), add_user(dbs[0], "alice")
+        services = [SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None)) for db in dbs]
+        pool = stack.enter_context(ThreadPoolExecutor(SERVERS))
+        bodies = []
+        for number, service in enumerate(services):
+            first = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0, cpid=f"{number:032x}")
+            first = first.replace(b"<domain_name>", f"<domain_name>h{number}".encode())
+            reply = service.answer([first])[0].reply
+            hostid = int(re.findall(rb"<hostid>(\d+)</hostid>", reply)[0])
+            bodies.append(as_host(wire_body("scheduler-reply-ten-tasks.request"), key=key, hostid=hostid))
+        assert len(rows(dbs[0], database.host)) == SERVERS
+        for each in range(ROUNDS):
+            add_workunits(tree, dbs[0], appid, 1, prefix=f"round{each}")
+            services[0].transitioner.run_once()
+            barrier = threading.Barrier(SERVERS)
+
+            def ask(number: int, barrier: threading.Barrier = barrier) -> bytes:
+                barrier.wait()
+                return services[number].answer([bodies[number]])[0].reply
+
+            replies = list(pool.map(ask, range(SERVERS)))
+            assert sum(f"<name>round{each}_0_0</name>".encode() in reply for reply in replies) == 1
+            assert not any(b"internal error" in reply for reply in replies)
+        given = rows(dbs[0], database.result)
+        assert [row["server_state"] for row in given] == [ServerState.IN_PROGRESS] * ROUNDS
+        assert not [record for record in caplog.records if record.exc_info]
 
 
 def synchronous(db: Database) -> int:

@@ -250,6 +250,7 @@ def test_transition_is_a_fixed_point() -> None:
 # Effects.
 
 
+@pytest.mark.usefixtures("each_database")
 def test_results_are_made_named_certified_and_only_once(tmp_path: Path) -> None:
     tree = make_project(tmp_path / "project")
     with tree.database() as db:
@@ -265,6 +266,7 @@ def test_results_are_made_named_certified_and_only_once(tmp_path: Path) -> None:
         assert len({row["random"] for row in made}) == len(made)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_missing_output_template_stops_only_its_own_workunit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tree = make_project(tmp_path / "project")
     with tree.database() as db:
