@@ -1,4 +1,6 @@
-"""A project tree as BOINC's make_project leaves it, on a real MariaDB, with nothing of BOINC's programs in it.
+"""A project tree as BOINC's make_project leaves it, with nothing of BOINC's programs in it.
+
+On a real MariaDB, or on SQLite where a test is not about the database and should be quick.
 
 Files are written out by hand after `py/Boinc/setup_project.py` and `tools/make_project`: for tests of what is put
 into such a project. The programs in bin/ and cgi-bin/ are stubs.
@@ -14,6 +16,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from boinc_project import database, signing
+from boinc_project.config import ProjectConfig
 from boinc_project.database import Database
 from boinc_project.standard.steps import DAEMONS
 from tests import mariadb
@@ -178,13 +181,18 @@ def config_xml(shape: str, options: Mapping[str, str]) -> bytes:
 
 
 def make_standard_project(
-    folder: Path, *, shape: str = "generated", sql_mode: str | None = None, **changes: str | None
+    folder: Path, *, on: str = "sqlite", shape: str = "generated", **changes: str | None
 ) -> Database:
-    """Make the tree in `folder` and BOINC's tables in a new database of the shared MariaDB; returns the database.
+    """Make the tree in `folder` and BOINC's tables in a new database; returns the database.
 
-    `changes` are elements of `<config>` to set or, with None, to leave out.
+    `on`: mariadb (a database of the shared server) or sqlite. `changes` are elements of `<config>` to set or, with
+    None, to leave out.
     """
-    url = mariadb.new_database(sql_mode)
+    if on == "mariadb":
+        url = mariadb.new_database()
+    else:
+        url = sa.URL.create("mysql+pymysql", "boincadm", "secret", host="127.0.0.1", database="test")
+        changes = {"gt_database_url": "sqlite:///project.sqlite", **changes}
     host = os.uname().nodename.partition(".")[0]
     for name in (
         "apps", "archives", "bin", "cgi-bin", "download", "html/inc", "html/ops", "html/user", "keys", "py/Boinc",
@@ -201,7 +209,7 @@ def make_standard_project(
     (folder / "project.xml").write_text(PROJECT_XML)
     (folder / "test.cronjob").write_text(f"0,5,10,15 * * * * cd {folder} ; {folder}/bin/start --cron\n")
     (folder / "config.xml").write_bytes(config_xml(shape, options_of(folder, url, **changes)))
-    db = Database(url)
+    db = Database(ProjectConfig.load(folder).database_url)
     db.create_tables(database.metadata)
     with db.transaction() as connection:
         for name in PLATFORMS:
@@ -227,7 +235,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name.partition("/")[0] == "gt_install":
+        if name.partition("/")[0] == "gt_install" or name.startswith("project.sqlite"):
             continue
         if path.is_symlink():
             found[name] = f"-> {os.readlink(path)}"

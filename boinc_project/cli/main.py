@@ -13,7 +13,7 @@ from boinc_project.cli.errors import user_mistakes
 from boinc_project.cli.jobs import job, weights
 from boinc_project.cli.local import export, run
 from boinc_project.cli.project import build_app, serve
-from boinc_project.cli.standard import install, uninstall
+from boinc_project.cli.standard import doctor, install, uninstall
 from boinc_project.cli.status import status
 
 # With a file name in them these are about a path that the user gave or a folder the user changed.
@@ -43,5 +43,5 @@ def main() -> None:
     """Train PyTorch models on volunteers' computers through a BOINC project."""
 
 
-for command in (demo, serve, install, uninstall, build_app, job, status, weights, export, run):
+for command in (demo, serve, install, uninstall, doctor, build_app, job, status, weights, export, run):
     main.add_command(command)

@@ -10,10 +10,13 @@ import sqlalchemy as sa
 
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, APP_TITLE
+from boinc_project.config import find_project_dir
 from boinc_project.database import app, platform
 from boinc_project.standard import install as standard
 from boinc_project.standard import steps
 from boinc_project.standard.advice import advice
+from boinc_project.standard.doctor import examine
+from boinc_project.standard.findings import Severity
 from boinc_project.standard.install import Standard
 from boinc_project.standard.running import our_processes
 from boinc_project.standard.steps import Step, Wanted
@@ -122,3 +125,23 @@ def refuse_running(project: Standard, apps: Sequence[str]) -> None:
     if running:
         names = ", ".join(f"{each.path.stem} (process {each.pid})" for each in running)
         raise Mistake(f"still running: {names}; stop the daemons first with {project.project_dir}/bin/stop")
+
+
+@click.command()
+@click.argument("project_dir", type=click.Path(path_type=Path), required=False)
+def doctor(project_dir: Path | None) -> None:
+    """Look a project over: one line for each thing that is wrong, with what to do; errors first.
+
+    Ends with 0 if there is no error, with 1 if something stops work.
+    """
+    directory = find_project_dir() if project_dir is None else project_dir
+    if not (directory / "config.xml").is_file():
+        raise Mistake(f"there is no BOINC project in {directory} (no config.xml)")
+    found = examine(directory)
+    for finding in found:
+        click.echo(" ".join(str(finding).split()))
+    errors = sum(finding.severity == Severity.ERROR for finding in found)
+    warnings = sum(finding.severity == Severity.WARNING for finding in found)
+    click.echo(f"{directory}: {errors} errors, {warnings} warnings, {len(found) - errors - warnings} notes")
+    if errors:
+        raise SystemExit(1)

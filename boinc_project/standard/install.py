@@ -32,6 +32,7 @@ from boinc_project.database import Database, app, app_version, result, workunit
 from boinc_project.gt_tables import gt_job, gt_metadata
 from boinc_project.project_tree import ProjectTree
 from boinc_project.standard import editing, schema, steps
+from boinc_project.standard.findings import listed
 from boinc_project.standard.record import Change, InstallError, Record, replace_file
 from boinc_project.standard.steps import Snapshot, Step, Wanted
 
@@ -161,16 +162,16 @@ def check_database(config: ProjectConfig, database: Database) -> None:
         ) from error
     if lacking:
         raise InstallError(
-            f"{where} lacks {schema.listed(lacking)}; make BOINC's tables, or bring them up to date with"
+            f"{where} lacks {listed(lacking)}; make BOINC's tables, or bring them up to date with"
             " html/ops/upgrade_db.php"
         )
     if strange:
         raise InstallError(
             f"{where} has columns that this boinc-train does not know and that have no default:"
-            f" {schema.listed(strange)}; use a newer boinc-train"
+            f" {listed(strange)}; use a newer boinc-train"
         )
     if plain:
-        raise InstallError(f"{where}: {schema.listed(plain)} must be InnoDB tables (ALTER TABLE ... ENGINE=InnoDB)")
+        raise InstallError(f"{where}: {listed(plain)} must be InnoDB tables (ALTER TABLE ... ENGINE=InnoDB)")
 
 
 def reason(error: DBAPIError) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -74,9 +74,3 @@ def own_tables(connection: Connection) -> tuple[list[str], list[str]]:
     there = set(sa.inspect(connection).get_table_names())
     names = [table.name for table in gt_metadata.sorted_tables]
     return [name for name in names if name in there], [name for name in names if name not in there]
-
-
-def listed(names: Sequence[str], limit: int = 6) -> str:
-    """`a, b and 3 more`."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
