@@ -312,12 +312,15 @@ def plan_removal(project: Standard, app_name: str | None, drop_tables: bool) -> 
     last = set(apps) == set(record.apps)
     chosen = [each for each in record.changes if each.app in apps or (last and not each.app)]
     stays: list[str] = []
-    tables = [each for each in chosen if each.kind == "tables"]
-    if tables and not drop_tables:
-        chosen = [each for each in chosen if each.kind != "tables"]
+    # All that are there: a daemon of a newer boinc-train adds its own when it starts.
+    chosen = [each for each in chosen if each.kind != "tables"]
+    with project.database.read() as connection:
+        tables = schema.own_tables(connection)[0]
+    if last and drop_tables:
+        chosen = [*(Change(kind="tables", path=name) for name in tables), *chosen]
+    elif last and tables:
         stays.append(
-            f"the tables {', '.join(each.path for each in tables)}: jobs, versions and the ledger are in them"
-            " (--drop-tables removes them)"
+            f"the tables {', '.join(tables)}: jobs, versions and the ledger are in them (--drop-tables removes them)"
         )
     if not last:
         others = ", ".join(name for name in record.apps if name not in apps)

@@ -97,8 +97,9 @@ class Record:
 
     def remove(self, change: Change) -> None:
         """Forget a change that was undone."""
-        self.changes.remove(change)
-        self.save()
+        if change in self.changes:
+            self.changes.remove(change)
+            self.save()
 
     def save(self) -> None:
         """Write the record, whole or not at all; without apps and changes it is removed."""

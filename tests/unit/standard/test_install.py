@@ -328,6 +328,18 @@ def test_tables_are_dropped_only_when_asked_and_confirmed(project: Project) -> N
     assert project.run("uninstall", "--drop-tables", input="y\n").exit_code == 0
 
 
+def test_tables_that_a_daemon_added_since_are_dropped_with_the_others(project: Project) -> None:
+    project.install()
+    with project.db.transaction() as connection:
+        connection.execute(sa.text("DROP TABLE gt_ledger"))
+    record = Record.load(project.folder)
+    record.changes = [change for change in record.changes if change.path != "gt_ledger"]
+    record.save()
+    store.create_own_tables(project.db)
+    assert project.run("uninstall", "--drop-tables", "--yes").exit_code == 0
+    assert not [name for name in contents(project.db) if name.startswith("gt_")]
+
+
 def test_files_are_backed_up_as_they_were_and_hidden_from_others(project: Project) -> None:
     before = (project.folder / "config.xml").read_bytes()
     (project.folder / "config.xml").chmod(0o640)
