@@ -8,6 +8,8 @@ idempotent: handling a workunit twice changes nothing.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import random
 import sys
@@ -33,10 +35,11 @@ from boinc_project.project_tree import ProjectTree
 ABOUT = "Takes validated gradients into the ledger and publishes new model versions."
 DEFAULT_SLEEP_S = 5.0
 WORKUNITS_PER_BATCH = 200  # they share two waits for the disk and one commit
-READERS = 4  # threads that read and check payloads
+READERS = 2  # threads that read and check payloads
 MAX_CONFLICTS = 5
 PARK_AFTER = 3  # unexpected exceptions for one workunit
 RETRY_S = 60.0
+M_MMAP_THRESHOLD = -3  # mallopt(3)
 
 log = logging.getLogger("assimilator")
 
@@ -166,11 +169,21 @@ class Assimilator:
         return self.evaluator.poll(mine) or worked
 
 
+def return_freed_memory() -> None:
+    """Have arrays of a megabyte and more given back to the system once they are freed.
+
+    glibc would keep them for later: several times the model's size in a daemon that needs it once per version.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 512 << 10)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the daemon; returns the exit status."""
     started = start(arguments, program="gt_assimilator", about=ABOUT, default_sleep=DEFAULT_SLEEP_S)
     if isinstance(started, int):
         return started
+    return_freed_memory()
     evaluator = Evaluator(started.database)
     applier = Applier(started.database, started.tree)
     assimilator = Assimilator(

@@ -17,16 +17,21 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+LARGE = 64 << 10  # bytes of a file whose way to the disk begins at once, while others are still being made
 FEW = 4  # so many files are flushed one by one: their waits are shorter than those for a busy file system
 
 
-def _find_syncfs() -> Callable[[int], int] | None:
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _find(name: str) -> Callable[..., int] | None:
     if not sys.platform.startswith("linux"):
         return None
-    return getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
-_syncfs = _find_syncfs()
+_syncfs = _find("syncfs")
+_sync_file_range = _find("sync_file_range")
 
 
 class FileBatch:
@@ -38,28 +43,35 @@ class FileBatch:
 
     def __init__(self, expected: int) -> None:
         self._together = expected > FEW and _syncfs is not None
-        self._waiting: list[tuple[Path, Path]] = []
+        self._waiting: list[tuple[str, str]] = []  # temporary name, place
         self._folders: dict[int, int] = {}  # device -> a descriptor on it, opened before anything is written
-        self._kept: set[Path] = set()
+        self._kept: set[str] = set()
+        self._known: set[str] = set()
         self._lock = threading.Lock()
 
     def add(self, path: Path, data: bytes) -> None:
         """Write the contents for `path` beside it, making its folder if need be."""
-        temporary = path.with_name(f".{path.name[:180]}.{secrets.token_hex(8)}.tmp")
-        self._watch(path.parent)
+        folder, name = os.path.split(path)
+        temporary = os.path.join(folder, f".{name[:180]}.{secrets.token_hex(8)}.tmp")
+        self._watch(folder)
         with self._lock:
-            self._waiting.append((temporary, path))
-        with open(temporary, "xb") as stream:
-            stream.write(data)
+            self._waiting.append((temporary, str(path)))
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(descriptor, "wb", buffering=0) as stream:
+            left = memoryview(data)
+            while left:
+                left = left[stream.write(left) :]
             if not self._together:
-                stream.flush()
-                os.fsync(stream.fileno())
+                os.fsync(descriptor)
+            elif len(data) >= LARGE:
+                _begin_writing(descriptor)
 
     def keep(self, path: Path) -> None:
         """A file that is in its place already: its name becomes lasting with the others."""
-        self._watch(path.parent)
+        folder = os.path.dirname(path)
+        self._watch(folder)
         with self._lock:
-            self._kept.add(path.parent)
+            self._kept.add(folder)
 
     def commit(self) -> None:
         """Put every file in its place; when this returns, a loss of power takes none of them away."""
@@ -70,22 +82,23 @@ class FileBatch:
         if self._together:
             self._sync_devices()
         else:
-            for folder in {path.parent for _, path in self._waiting} | self._kept:
-                sync_folder(folder)
+            for folder in {os.path.dirname(path) for _, path in self._waiting} | self._kept:
+                sync_folder(Path(folder))
         self._waiting.clear()
         self._kept.clear()
 
-    def _watch(self, folder: Path) -> None:
+    def _watch(self, folder: str) -> None:
         """Know the file system of a folder. An error of writing is told to descriptors that were open before it."""
+        if folder in self._known:
+            return
         try:
             device = os.stat(folder).st_dev
         except FileNotFoundError:
-            folder.mkdir(parents=True, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             device = os.stat(folder).st_dev
-        if not self._together:
-            return
         with self._lock:
-            if device not in self._folders:
+            self._known.add(folder)
+            if self._together and device not in self._folders:
                 self._folders[device] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
 
     def _sync_devices(self) -> None:
@@ -98,11 +111,17 @@ class FileBatch:
     def __exit__(self, *exception: object) -> None:
         for temporary, _ in self._waiting:
             with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
+                os.unlink(temporary)
         self._waiting.clear()
         for descriptor in self._folders.values():
             os.close(descriptor)
         self._folders.clear()
+
+
+def _begin_writing(descriptor: int) -> None:
+    """Have the kernel begin to write a file; only a later sync says that it lasts."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def sync_device(descriptor: int) -> None:

@@ -34,7 +34,8 @@ from work_generator import issue, retire, supply, workunits
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
 DEFAULT_SLEEP_S = 5.0
 TRANSITIONER_PATIENCE_S = 60.0
-WORKUNITS_PER_BATCH = 200  # they share two waits for the disk and one commit
+WORKUNITS_PER_BATCH = 1000  # their files share two waits for the disk
+WORKUNITS_PER_COMMIT = 200
 LEAST_FREE_BYTES = 200 << 20
 NO_ROOM = "the disk is almost full"
 STRAGGLER_COLUMNS = (
@@ -131,16 +132,13 @@ class Generator:
             self._fail(job, str(error))
             return False
         documents = self.tree.stage_files({draft.file_name: draft.text for draft in drafts})
-        now = int(time.time())
-        rows = [
-            workunits.workunit_row(
-                self.tree, job.config, job.facts, draft.content, documents[draft.file_name],
-                name=draft.name, appid=job.appid, now=now,
-            )
-            for draft in drafts
-        ]  # fmt: skip
-        with self.database.transaction() as connection:
-            made = issue.insert(connection, job, drafts, documents, rows)
+        now, made = int(time.time()), list[issue.Draft]()
+        forms = workunits.Forms(self.tree, job.config, job.facts, job.appid)
+        for first in range(0, len(drafts), WORKUNITS_PER_COMMIT):
+            part = drafts[first : first + WORKUNITS_PER_COMMIT]
+            rows = [forms.row(d.content, documents[d.file_name], name=d.name, now=now) for d in part]
+            with self.database.transaction() as connection:
+                made += issue.insert(connection, job, part, documents, rows)
         for draft in made:
             log.info(
                 "[WU %s] created: version %d, slot %d, attempt %d, %d samples, %d steps",

@@ -101,7 +101,7 @@ def insert(
     published = read_rows(connection, gt_file, ("name",), [(name,) for name in states], ("name", "state"))
     if any(row["state"] != FileState.PUBLISHED for row in published.values()) or len(published) != len(states):
         return []
-    if not all(document.path.exists() for document in documents.values()):
+    if not all(documents[draft.file_name].path.exists() for draft in drafts):
         return []
     names = [(draft.name,) for draft in drafts]
     known = read_rows(connection, gt_microtask, ("workunit_name",), names, ("workunit_name",))

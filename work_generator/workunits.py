@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from boinc_project import templates
@@ -19,6 +20,7 @@ from boinc_project.contract.codecs import Codec
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
+    MAX_MICROTASK_BYTES,
     MICROTASK_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
@@ -104,62 +106,78 @@ def microtask_file_name(microtask: Microtask, digest: str) -> str:
     return f"gt_{microtask.job}_v{microtask.base_version}_s{microtask.slot}_{digest[:16]}.json"
 
 
-def workunit_row(
-    tree: ProjectTree,
-    config: JobConfig,
-    facts: JobFacts,
-    content: Content,
-    document: PublishedFile,
-    *,
-    name: str,
-    appid: int,
-    now: int,
-) -> dict[str, Any]:
-    """The workunit row to insert, all its files being published already. Raises TemplateError."""
-    flops = facts.step_flops * content.microtask.steps
-    inputs = sum(file.size for file in content.files.values()) + document.nbytes
-    estimate = flops + STARTUP_FLOPS
-    references = [
-        templates.InputReference(
-            open_name=open_name,
-            # The state of one version is used for one round; what serves all rounds stays on the client.
-            sticky=open_name != STATE_FILE,
-            sticky_lifetime=STICKY_LIFETIME_S if open_name != STATE_FILE else 0,
-            no_delete=True,
+class Forms:
+    """Makes workunit rows; workunits with the same shared inputs share the work of making their XML."""
+
+    def __init__(self, tree: ProjectTree, config: JobConfig, facts: JobFacts, appid: int) -> None:
+        self._tree = tree
+        self._config = config
+        self._facts = facts
+        self._appid = appid
+        self._made: dict[tuple[tuple[str, str], ...], templates.WorkunitDocument] = {}
+
+    def row(self, content: Content, document: PublishedFile, *, name: str, now: int) -> dict[str, Any]:
+        """The workunit row to insert, all its files being published already. Raises TemplateError."""
+        key = tuple((open_name, file.name) for open_name, file in content.files.items())
+        form = self._made.get(key)
+        if form is None:
+            form = self._made[key] = self._form(content)
+        text = form.xml_doc
+        for blank, value in (
+            (_BLANK.name, document.name), (_BLANK.url, document.url), (_BLANK.md5, document.md5),
+            (f"<nbytes>{_BLANK.nbytes}<", f"<nbytes>{document.nbytes}<"),
+        ):  # fmt: skip
+            text = text.replace(blank, value)
+        return templates.new_workunit(
+            templates.WorkunitDocument(text, form.columns),
+            name=name,
+            appid=self._appid,
+            result_template_file=self._facts.output_template,
+            now=now,
+            priority=self._config.workunit.priority,
         )
-        for open_name in content.files
-    ]
-    references.insert(0, templates.InputReference(open_name=MICROTASK_FILE, no_delete=True))
-    unit = config.workunit
-    template = templates.input_template(
-        references,
-        rsc_fpops_est=estimate,
-        rsc_fpops_bound=max(FPOPS_BOUND_RATIO * estimate, LEAST_FPOPS_BOUND),
-        rsc_memory_bound=MEMORY_MARGIN * (facts.memory_bytes + PROGRAM_MEMORY_BYTES),
-        rsc_disk_bound=PROGRAM_DISK_BYTES + inputs + 3 * facts.memory_bytes + 2 * facts.max_update_bytes,
-        delay_bound=unit.delay_bound_s,
-        min_quorum=unit.min_quorum,
-        target_nresults=unit.target_nresults,
-        max_error_results=unit.max_error_results,
-        max_total_results=unit.max_total_results,
-        max_success_results=unit.max_success_results,
-    )
-    published = [document] + [
-        PublishedFile(
-            name=file.name,
-            url=tree.download_url(file.name),
-            md5=file.md5,
-            nbytes=file.size,
-            path=tree.download_path(file.name),
+
+    def _form(self, content: Content) -> templates.WorkunitDocument:
+        """The XML of a workunit with these shared inputs, its microtask's file being left blank."""
+        facts, unit = self._facts, self._config.workunit
+        inputs = sum(file.size for file in content.files.values()) + MAX_MICROTASK_BYTES
+        estimate = facts.step_flops * content.microtask.steps + STARTUP_FLOPS
+        references = [
+            templates.InputReference(
+                open_name=open_name,
+                # The state of one version is used for one round; what serves all rounds stays on the client.
+                sticky=open_name != STATE_FILE,
+                sticky_lifetime=STICKY_LIFETIME_S if open_name != STATE_FILE else 0,
+                no_delete=True,
+            )
+            for open_name in content.files
+        ]
+        references.insert(0, templates.InputReference(open_name=MICROTASK_FILE, no_delete=True))
+        template = templates.input_template(
+            references,
+            rsc_fpops_est=estimate,
+            rsc_fpops_bound=max(FPOPS_BOUND_RATIO * estimate, LEAST_FPOPS_BOUND),
+            rsc_memory_bound=MEMORY_MARGIN * (facts.memory_bytes + PROGRAM_MEMORY_BYTES),
+            rsc_disk_bound=PROGRAM_DISK_BYTES + inputs + 3 * facts.memory_bytes + 2 * facts.max_update_bytes,
+            delay_bound=unit.delay_bound_s,
+            min_quorum=unit.min_quorum,
+            target_nresults=unit.target_nresults,
+            max_error_results=unit.max_error_results,
+            max_total_results=unit.max_total_results,
+            max_success_results=unit.max_success_results,
         )
-        for file in content.files.values()
-    ]
-    made = templates.workunit_document(template, published)
-    return templates.new_workunit(
-        made,
-        name=name,
-        appid=appid,
-        result_template_file=facts.output_template,
-        now=now,
-        priority=unit.priority,
-    )
+        published = [_BLANK] + [
+            PublishedFile(
+                name=file.name,
+                url=self._tree.download_url(file.name),
+                md5=file.md5,
+                nbytes=file.size,
+                path=self._tree.download_path(file.name),
+            )
+            for file in content.files.values()
+        ]
+        return templates.workunit_document(template, published)
+
+
+#: Stands for the microtask's file in a form; no published file is called so or has such a size.
+_BLANK = PublishedFile(name="=name=", url="=url=", md5="=md5=", nbytes=-1, path=Path())

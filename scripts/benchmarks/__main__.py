@@ -12,10 +12,13 @@ from scripts.benchmarks.common import machine
 
 #: Name of a measurement (and of its module) -> what it says.
 BENCHMARKS = {
+    "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
+    "generator": "workunits created per second, their inputs shared, on MariaDB",
     "scheduler": "scheduler replies per second, with work and without, at 4 connections",
     "step": "one forward and backward pass of the GPT example against eager PyTorch",
     "turnaround": "from a round's last report to the new version, and to a client that works on it",
     "upload": "speed of a 100 MB upload and the server's memory meanwhile",
+    "validator": "workunits judged per second with full bookkeeping, on MariaDB",
 }
 
 
