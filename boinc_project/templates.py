@@ -9,6 +9,7 @@ the format.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -431,9 +432,18 @@ def listed_files(xml_doc: str) -> tuple[NamedFile, ...]:
     return tuple(NamedFile(_text(info, "name"), info.find("no_delete") is not None) for info in infos)
 
 
+class _Parsers(threading.local):
+    """A parser for each thread: making one takes longer than reading a result's XML."""
+
+    def __init__(self) -> None:
+        self.parser = etree.XMLParser(resolve_entities=False, no_network=True, recover=True)
+
+
+_parsers = _Parsers()
+
+
 def _fragment(xml: str) -> etree._Element:
-    parser = etree.XMLParser(resolve_entities=False, no_network=True, recover=True)
-    return etree.fromstring(f"<fragment>{_CONTROL.sub('', xml)}</fragment>".encode(), parser)
+    return etree.fromstring(f"<fragment>{_CONTROL.sub('', xml)}</fragment>".encode(), _parsers.parser)
 
 
 def _text(element: etree._Element, name: str) -> str:

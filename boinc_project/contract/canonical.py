@@ -97,6 +97,14 @@ def decompress(data: bytes, max_bytes: int, what: str, fault_type: type[Contract
         raise fault_type(f"{what}: expands to {size} bytes, more than {max_bytes}", fault="too_large")
     if parameters.window_size > max(2 * max_bytes, 1 << 23):
         raise fault_type(f"{what}: the zstd window is larger than the content", fault="zstd")
+    try:
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError:
+        return _decompressed_with_care(data, size, what, fault_type)
+
+
+def _decompressed_with_care(data: bytes, size: int, what: str, fault_type: type[ContractError]) -> bytes:
+    """The same step by step, to say what is wrong with a frame."""
     expander = zstandard.ZstdDecompressor().decompressobj()
     pieces = bytearray()
     position = 0

@@ -12,6 +12,7 @@ may be shown, escaped, and never decides.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,24 +54,24 @@ def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
     return found
 
 
-def file_types(types: Mapping[str, TensorType], codec: Codec) -> dict[str, FileTensor]:
+def file_types(types: Mapping[str, TensorType], codec: Codec) -> Mapping[str, FileTensor]:
     """Name -> type of every tensor in the file: the encoded ones replaced by their codes."""
-    coded = {name: kind for name, kind in types.items() if name.startswith(ENCODED_PREFIXES)}
-    plain = {name: FileTensor(kind.dtype, kind.shape) for name, kind in types.items() if name not in coded}
-    return {**codec.encoded_types(coded), **plain}
+    return _file_form(tuple(types.items()), codec)[0]
+
+
+@functools.lru_cache(maxsize=64)  # the same for all updates of a job; a server asks for each of them
+def _file_form(types: tuple[tuple[str, TensorType], ...], codec: Codec) -> tuple[Mapping[str, FileTensor], int]:
+    """Types of the file's tensors, and the most bytes of an honest one before compression."""
+    coded = {name: kind for name, kind in types if name.startswith(ENCODED_PREFIXES)}
+    plain = {name: FileTensor(kind.dtype, kind.shape) for name, kind in types if name not in coded}
+    found = {**codec.encoded_types(coded), **plain}
+    return found, 4096 + 2 * MAX_METADATA_BYTES + sum(kind.nbytes + 2 * len(n) + 200 for n, kind in found.items())
 
 
 def max_update_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
     """No honest update file is larger: data, header, metadata, and zstd's worst expansion. In bytes."""
-    inside = _max_plain_bytes(types, codec)
+    inside = _file_form(tuple(types.items()), codec)[1]
     return inside + inside // 128 + 1024 if codec.compression == "zstd" else inside
-
-
-def _max_plain_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
-    total = 4096 + 2 * MAX_METADATA_BYTES
-    for name, kind in file_types(types, codec).items():
-        total += kind.nbytes + 2 * len(name) + 200
-    return total
 
 
 def write_update(
@@ -130,7 +131,7 @@ def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, micr
     if len(data) > limit:
         raise InvalidResult(f"the update file has {len(data)} bytes, more than {limit}", fault="too_large")
     if codec.compression == "zstd":
-        data = canonical.decompress(data, _max_plain_bytes(types, codec), "update", InvalidResult)
+        data = canonical.decompress(data, limit, "update", InvalidResult)
     file = tensorfile.from_bytes(data, file_types(types, codec), "update", InvalidResult)
     if file.metadata.get("format") != FORMAT:
         raise InvalidResult("this is not an update file", fault="format")

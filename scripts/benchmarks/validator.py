@@ -1,0 +1,188 @@
+"""Workunits judged per second by the validator daemon, one process, on MariaDB with a durable commit.
+
+small     5,000 workunits with two results of about 1 KiB each, full bookkeeping: results, workunits, hosts, users,
+          teams, host versions, app version, trust.
+grad300k  workunits with two int8 gradients of 300,000 parameters, read, checked, decoded and compared.
+
+The two copies of a workunit come from different rounding, so their files differ and their distance is computed.
+Time runs from the moment when all of them need validation until none does. Statements are those that the
+server counted meanwhile, BEGIN and COMMIT included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import pymysql
+import sqlalchemy as sa
+
+from boinc_project import database, store, templates
+from boinc_project.contract.microtask import Microtask
+from boinc_project.contract.update import read_update, write_update
+from boinc_project.gt_tables import gt_microtask
+from boinc_project.rows import update_rows
+from boinc_project.states import NEVER, Outcome, ServerState, ValidateState
+from scripts.benchmarks.common import BenchmarkFailed, commit_latency, scratch, shown
+from scripts.benchmarks.jobs import HOSTS, BenchProject, daemon, project_on_mariadb, synthetic_update, wait_until
+
+SMALL_WIDTH, SMALL_LAYERS = 16, 2  # 544 parameters
+LARGE_WIDTH, LARGE_LAYERS = 387, 2  # 300,312 parameters
+TEAMS = 5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--small", type=int, default=5000, help="small workunits of one repeat (default 5000)")
+    parser.add_argument("--large", type=int, default=200, help="large workunits of one repeat (default 200)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each (default 3)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """small_wu_per_s and grad300k_wu_per_s (medians), statements_per_wu (of the small ones)."""
+    with scratch("validator") as folder, project_on_mariadb(folder) as project:
+        print(f"one durable 4 KB write takes {1000 * commit_latency(folder):.2f} ms here (median)")
+        _add_volunteers(project)
+        small = _reported(project, folder, "small", SMALL_WIDTH, SMALL_LAYERS, options.small * options.repeats + 1)
+        large = _reported(project, folder, "large", LARGE_WIDTH, LARGE_LAYERS, options.large * options.repeats + 1)
+        print(f"{len(small)} small and {len(large)} large workunits with two results each are there", flush=True)
+        with daemon(project, "validator"), _administrator(project) as administrator:
+            _judge(project, administrator, [small.pop(), large.pop()])  # what only the first ones need
+            counts, statements = zip(*(
+                _judge(project, administrator, small[n * options.small : (n + 1) * options.small])
+                for n in range(options.repeats)
+            ), strict=True)  # fmt: skip
+            print(f"small: {shown(list(counts), 'workunits/s')}", flush=True)
+            rates = [
+                _judge(project, administrator, large[n * options.large : (n + 1) * options.large])[0]
+                for n in range(options.repeats)
+            ]
+            print(f"300,000 parameters: {shown(rates, 'workunits/s')}", flush=True)
+        _check(project, options)
+    return {
+        "small_wu_per_s": statistics.median(counts),
+        "statements_per_wu": statistics.median(statements),
+        "grad300k_wu_per_s": statistics.median(rates),
+    }
+
+
+def _add_volunteers(project: BenchProject) -> None:
+    now = int(time.time())
+    ids = range(1, HOSTS + 1)
+    made = [(database.team, {"name": f"team {n}", "userid": n}) for n in range(1, TEAMS + 1)]
+    with project.db.transaction() as connection:
+        for number, (table, values) in enumerate(made, 1):
+            connection.execute(table.insert(), database.new_row(table, id=number, create_time=now, **values))
+        users = [
+            database.new_row(
+                database.user, id=n, create_time=now, email_addr=f"u{n}@example.org", name=f"u{n}",
+                authenticator=f"{n:032x}", teamid=n % TEAMS + 1,
+            )
+            for n in ids
+        ]  # fmt: skip
+        connection.execute(database.user.insert(), users)
+        hosts = [database.new_row(database.host, id=n, create_time=now, userid=n, domain_name=f"h{n}") for n in ids]
+        connection.execute(database.host.insert(), hosts)
+        versions = [
+            database.new_row(database.host_app_version, host_id=n, app_version_id=1, max_jobs_per_day=100) for n in ids
+        ]
+        connection.execute(database.host_app_version.insert(), versions)
+
+
+def _reported(project: BenchProject, folder: Path, name: str, width: int, layers: int, count: int) -> list[int]:
+    """Ids of workunits of a job of their own whose two results are over and not judged yet."""
+    job_id = project.add_job(folder / name, name, width=width, layers=layers, slots=count)
+    project.issue()
+    job, now, draws = project.job(job_id), int(time.time()), np.random.default_rng(3)
+    with project.db.read() as connection:
+        tasks = connection.execute(sa.select(gt_microtask).where(gt_microtask.c.job_id == job_id)).mappings().all()
+        units = store.workunits_named(connection, [str(task["workunit_name"]) for task in tasks])
+        ids = {int(row["id"]): name for name, row in units.items()}
+        results: dict[int, list[store.Row]] = {}
+        query = sa.select(database.result.c.id, database.result.c.workunitid, database.result.c.xml_doc_in)
+        for row in connection.execute(query.order_by(database.result.c.id)).mappings():
+            if row["workunitid"] in ids:
+                results.setdefault(int(row["workunitid"]), []).append(dict(row))
+    by_name = {str(task["workunit_name"]): dict(task) for task in tasks}
+    result_rows = {}
+    for identifier, unit_name in ids.items():
+        first = synthetic_update(job, by_name[unit_name], draws)
+        for number, row in enumerate(results[identifier]):
+            (file,) = templates.output_files(str(row["xml_doc_in"]))
+            path = project.tree.upload_path(file.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_rounded_otherwise(project, job_id, by_name[unit_name], first) if number else first)
+            host = (identifier + number * HOSTS // 2) % HOSTS + 1
+            result_rows[(int(row["id"]),)] = {
+                "server_state": int(ServerState.OVER), "outcome": int(Outcome.SUCCESS), "hostid": host, "userid": host,
+                "sent_time": now - 60, "received_time": now, "elapsed_time": 30.0, "flops_estimate": 2e9,
+                "app_version_id": 1,
+            }  # fmt: skip
+    with project.db.transaction() as connection:
+        update_rows(connection, database.result, ("id",), result_rows)  # type: ignore[arg-type]
+        never = {"transition_time": NEVER}
+        update_rows(connection, database.workunit, ("id",), {(identifier,): never for identifier in ids})
+    return sorted(ids)
+
+
+def _rounded_otherwise(project: BenchProject, job_id: int, task: store.Row, data: bytes) -> bytes:
+    """The same update as another machine would have it: every number off by some units of the last place."""
+    microtask = Microtask.from_json(str(task["document"]).encode())
+    types = project.job(job_id).folder.update_types(microtask.mode, microtask.steps) if job_id not in _types else None
+    kinds = _types.setdefault(job_id, types or {})
+    found = read_update(data, kinds, microtask.codec, str(task["digest"]))
+    tensors = {
+        name: array if name.startswith("metric/") else (array * np.float32(1 + 3e-7)).astype(np.float32)
+        for name, array in found.tensors.items()
+    }
+    return write_update(tensors, kinds, found.metadata, microtask.codec)
+
+
+_types: dict[int, dict] = {}  # type: ignore[type-arg]
+
+
+def _administrator(project: BenchProject) -> pymysql.Connection[pymysql.cursors.Cursor]:
+    """A connection whose statements can be told from the daemon's: each is one."""
+    url = project.db.url
+    return pymysql.connect(host=url.host, port=url.port or 0, user="root", database=url.database, autocommit=True)
+
+
+def _judge(project: BenchProject, administrator: pymysql.Connection, ids: list[int]) -> tuple[float, float]:  # type: ignore[type-arg]
+    """Workunits per second, and the server's statements per workunit."""
+    asked = 0
+
+    def number(query: str, column: int = 0) -> int:
+        nonlocal asked
+        asked += 1
+        with administrator.cursor() as cursor:
+            cursor.execute(query)
+            row = cursor.fetchone()
+        assert row is not None
+        return int(row[column])
+
+    questions = "SHOW GLOBAL STATUS LIKE 'Questions'"
+    with project.db.transaction() as connection:
+        update_rows(connection, database.workunit, ("id",), {(each,): {"need_validate": 1} for each in ids})
+    before, start, asked = number(questions, 1), time.perf_counter(), 0
+    wait_until(
+        lambda: number("SELECT COUNT(*) FROM workunit WHERE need_validate > 0") == 0, "the validator does not finish"
+    )
+    seconds, after = time.perf_counter() - start, number(questions, 1)
+    return len(ids) / seconds, (after - before - asked) / len(ids)
+
+
+def _check(project: BenchProject, options: argparse.Namespace) -> None:
+    """Every result was found valid, and every user has what the results were granted."""
+    with project.db.read() as connection:
+        table = database.result
+        states = connection.execute(sa.select(table.c.validate_state, sa.func.count()).group_by(table.c.validate_state))
+        found = {int(state): int(count) for state, count in states}
+        granted = float(connection.scalar(sa.select(sa.func.sum(table.c.granted_credit))) or 0)
+        owned = float(connection.scalar(sa.select(sa.func.sum(database.user.c.total_credit))) or 0)
+    expected = 2 * ((options.small + options.large) * options.repeats + 2)
+    if found != {int(ValidateState.VALID): expected} or abs(granted - owned) > 1e-6 * granted:
+        raise BenchmarkFailed(
+            f"results by state {found} instead of {expected} valid ones; {granted} and {owned} credits"
+        )
