@@ -339,16 +339,17 @@ def commonest_error(connection: Connection, workunit_names: Sequence[str]) -> st
     if not failed:
         return ""
     status, number = Counter(status for status, _ in failed).most_common(1)[0]
-    return f": {number} of {len(failed)} failed tasks ended with exit status {status}{_last_words(failed, status)}"
+    words = last_words([text for found, text in failed if found == status])
+    shown = f" ({words})" if words else ""
+    return f": {number} of {len(failed)} failed tasks ended with exit status {status}{shown}"
 
 
-def _last_words(failed: Sequence[tuple[int, str]], status: int) -> str:
-    """The last telling line that a task with this status wrote, as printable text; a volunteer's words."""
-    text = next((text for found, text in reversed(failed) if found == status and text), "")
+def last_words(texts: Sequence[str]) -> str:
+    """The last telling line of the last text that says anything, printable; '' for none. It is a volunteer's words."""
+    text = next((text for text in reversed(texts) if text), "")
     lines = [re.sub(r"<[^>]*>|\]\]>", "", line).strip() for line in text.splitlines()]
     telling = [line for line in lines if line and "boinc_finish" not in line and not line.startswith("<")]
-    words = "".join(c for c in (telling[-1] if telling else "") if c.isprintable())[:200]
-    return f" ({words})" if words else ""
+    return "".join(c for c in (telling[-1] if telling else "") if c.isprintable())[:200]
 
 
 # Ledger and rounds

@@ -49,6 +49,7 @@ OTHER_OPTIONS = {
     "--project_attach",
     "--constraint",  # pip
     "--editable",
+    "--cron",  # bin/start
     "--strict",  # mypy
 }
 TOP_FOLDERS = "apps|assimilator|boinc_project|docs|examples|kernels|scripts|tests|validator|work_generator"

@@ -17,11 +17,14 @@ from rich.table import Column, Table
 from boinc_project import store
 from boinc_project.cli.project import open_project, project_option
 from boinc_project.database import Database, app, host, result
-from boinc_project.gt_tables import gt_job
+from boinc_project.gt_tables import Disposition, gt_job, gt_ledger, gt_version
 from boinc_project.states import Outcome, ServerState, ValidateState
 
 DAEMON_LATE_S = 60.0
 HOSTS_SHOWN = 20
+ERRORS_SHOWN = 5
+RECENT_RESULTS = 500  # in which errors are looked for
+RECENT_GRADIENTS = 100  # over which their age is averaged
 QUEUE_COLUMNS = ("unsent", "sent", "valid", "invalid", "error", "late")
 
 
@@ -50,7 +53,8 @@ def render(database: Database) -> Group:
         return Group(
             _job_table(connection, jobs),
             _queue_table(connection, jobs),
-            _host_table(connection),
+            *_error_tables(connection, jobs),
+            _host_table(connection, jobs),
             _daemon_table(connection),
         )
 
@@ -61,7 +65,9 @@ def column(title: str) -> Column:
 
 
 def _job_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table(column("job"), "state", "version", "loss", "held-out", "s/version", "last", "note", title="jobs")
+    table = Table(
+        column("job"), "state", "version", "loss", "held-out", "s/version", "staleness", "last", "note", title="jobs"
+    )
     for job in jobs:
         versions = store.versions(connection, job.id)
         losses = [row["loss"] for row in versions if row["loss"] is not None]
@@ -75,10 +81,52 @@ def _job_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
             f"{losses[-1]:.4g}" if losses else "",
             metrics_text(evaluated[-1]) if evaluated else "",
             f"{pace:.1f}" if pace else "",
+            staleness(connection, job.id),
             ago(times[-1]) if times else "",
             escape(job.note),
         )
     return table
+
+
+def staleness(connection: sa.Connection, job_id: int) -> str:
+    """How old the newest gradients were when they were applied: in versions, and in time from base to new version."""
+    base, made = gt_version.alias(), gt_version.alias()
+    query = (
+        sa.select(gt_ledger.c.applied_version - 1 - gt_ledger.c.base_version, made.c.create_time - base.c.create_time)
+        .join(base, sa.and_(base.c.job_id == job_id, base.c.version == gt_ledger.c.base_version))
+        .join(made, sa.and_(made.c.job_id == job_id, made.c.version == gt_ledger.c.applied_version))
+        .where(gt_ledger.c.job_id == job_id, gt_ledger.c.disposition == str(Disposition.APPLIED))
+        .order_by(gt_ledger.c.applied_version.desc())
+        .limit(RECENT_GRADIENTS)
+    )
+    found = [(float(versions), float(seconds)) for versions, seconds in connection.execute(query)]
+    if not found:
+        return ""
+    versions, seconds = (sum(column) / len(found) for column in zip(*found, strict=True))
+    return f"{versions:.2g} versions, {seconds:.0f} s"
+
+
+def _error_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> list[Table]:
+    """How tasks failed lately, the commonest first; nothing where none did."""
+    table = Table("errors of", "exit status", "tasks", "hosts", "last words", title=f"last {RECENT_RESULTS} tasks")
+    for appid in sorted({job.appid for job in jobs}):
+        name = str(connection.execute(sa.select(app.c.name).where(app.c.id == appid)).scalar())
+        newest = (
+            sa.select(result.c.id, result.c.outcome)
+            .where(result.c.appid == appid, result.c.server_state == int(ServerState.OVER))
+            .order_by(result.c.id.desc())
+            .limit(RECENT_RESULTS)
+        )
+        failed = [int(i) for i, outcome in connection.execute(newest) if int(outcome) == int(Outcome.CLIENT_ERROR)]
+        columns = (result.c.exit_status, result.c.hostid, result.c.stderr_out)
+        rows = connection.execute(sa.select(*columns).where(result.c.id.in_(failed)).order_by(result.c.id)).all()
+        by_status: dict[int, list[tuple[int, str]]] = {}
+        for status, host_id, text in rows:
+            by_status.setdefault(int(status), []).append((int(host_id), str(text or "")))
+        for status, found in sorted(by_status.items(), key=lambda item: -len(item[1]))[:ERRORS_SHOWN]:
+            words = store.last_words([text for _, text in found])
+            table.add_row(escape(name), str(status), str(len(found)), str(len({h for h, _ in found})), escape(words))
+    return [table] if table.row_count else []
 
 
 def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
@@ -112,11 +160,14 @@ def _kind(state: int, outcome: int, validated: int) -> str:
     return "waiting" if outcome == Outcome.DIDNT_NEED else "error"
 
 
-def _host_table(connection: sa.Connection) -> Table:
+def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
     table = Table("host", "user", "name", "processors", "credit", "in progress", "last contact", title="hosts")
     in_progress = (
         sa.select(result.c.hostid, sa.func.count())
-        .where(result.c.server_state == int(ServerState.IN_PROGRESS))
+        .where(
+            result.c.server_state == int(ServerState.IN_PROGRESS),
+            result.c.appid.in_(sorted({job.appid for job in jobs})),
+        )
         .group_by(result.c.hostid)
     )
     busy = {int(host_id): int(number) for host_id, number in connection.execute(in_progress)}
