@@ -52,7 +52,11 @@ def project_options() -> dict[str, str]:
     """Elements of config.xml that put a new project on an empty database of the current kind."""
     if current() == SQLITE:
         return {}
-    url = mariadb.new_database(_SQL_MODES[current()])
+    return options_of(mariadb.new_database(_SQL_MODES[current()]))
+
+
+def options_of(url: sa.URL) -> dict[str, str]:
+    """Elements of config.xml that put a project on this database."""
     return {"gt_database_url": url.render_as_string(hide_password=False)}
 
 

@@ -71,13 +71,13 @@ def publish_stub_app(tree: ProjectTree, db: Database) -> int:
 class TinyProject:
     """The project, its database and its job; made in `folder` unless it is there already.
 
-    It is made on the database that the test runs with (tests/databases.py).
+    It is made on the database that the test runs with (tests/databases.py), or on the empty one at `on`.
     """
 
     appid = 1
     job_id = 1
 
-    def __init__(self, folder: Path, toml: str = "job.toml") -> None:
+    def __init__(self, folder: Path, toml: str = "job.toml", *, on: sa.URL | None = None) -> None:
         if (folder / "config.xml").exists():
             self.tree = ProjectTree(folder)
             self.db = self.tree.database()
@@ -86,7 +86,7 @@ class TinyProject:
             options: Mapping[str, Any] = {
                 "min_sendwork_interval": 0,
                 "gt_dry_rpc_delay": 1,
-                **databases.project_options(),
+                **(databases.project_options() if on is None else databases.options_of(on)),
             }
             self.tree = create_project(folder, master_url=url, long_name="Tiny", options=options)
             self.db = self.tree.database()
