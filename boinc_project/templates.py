@@ -35,6 +35,8 @@ _RESERVED_WORDS = ("download", "upload", "nodelete")
 
 _SAFE_WORKUNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@~-]*")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+#: Characters that XML cannot hold, or that one line must not: control characters, surrogates, U+FFFE, U+FFFF.
+_NOT_IN_A_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 #: What create_work uses where neither template nor option gives a value.
 _DEFAULTS: Mapping[str, float] = {
@@ -224,7 +226,9 @@ def check_workunit_name(name: str) -> None:
     if not name or len(name) > WORKUNIT_NAME_LIMIT:
         raise TemplateError(f"a workunit name needs 1 to {WORKUNIT_NAME_LIMIT} characters, this has {len(name)}")
     if not _SAFE_WORKUNIT_NAME.fullmatch(name) or ".." in name:
-        raise TemplateError(f"workunit name {name!r}: use letters, digits and . _ + = @ ~ - only")
+        bad = sorted({character for character in name if not _SAFE_WORKUNIT_NAME.fullmatch(f"a{character}")})
+        listed = " ".join(ascii(character) for character in bad) or ("'..'" if ".." in name else repr(name[0]))
+        raise TemplateError(f"workunit name {name!a} has {listed}: use letters, digits and . _ + = @ ~ - only")
     for word in _RESERVED_WORDS:
         if word in name:
             raise TemplateError(f"workunit name {name!r} must not contain {word!r}: BOINC gives it a meaning")
@@ -286,8 +290,8 @@ def _workunit_xml(
     if in_template is not None and command_line:
         raise TemplateError("both the input template and the caller give a command line")
     text = (in_template or command_line).strip()
-    if _CONTROL.search(text) or "\n" in text:
-        raise TemplateError("a command line must not contain control characters or line breaks")
+    if bad := _NOT_IN_A_LINE.search(text):
+        raise TemplateError(f"a command line must not contain control characters or line breaks, such as {bad[0]!a}")
     lines = ["<workunit>\n"]
     if text:
         lines.append(f"<command_line>\n{escape(text)}\n</command_line>\n")
@@ -416,6 +420,14 @@ def output_files(xml_doc_in: str) -> tuple[OutputFile, ...]:
             )
         )
     return tuple(files)
+
+
+def output_name(xml_doc_in: str, open_name: str) -> str | None:
+    """Physical name of the output file that the app opens as `open_name`, or None if the result has none."""
+    for reference in _fragment(xml_doc_in).iterfind("result/file_ref"):
+        if _text(reference, "open_name") == open_name:
+            return _text(reference, "file_name")
+    return None
 
 
 @dataclass(frozen=True)

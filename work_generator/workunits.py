@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 from boinc_project import templates
 from boinc_project.contract.codecs import Codec
@@ -124,7 +125,7 @@ class Forms:
             form = self._made[key] = self._form(content)
         text = form.xml_doc
         for blank, value in (
-            (_BLANK.name, document.name), (_BLANK.url, document.url), (_BLANK.md5, document.md5),
+            (_BLANK.name, document.name), (_BLANK.url, escape(document.url)), (_BLANK.md5, document.md5),
             (f"<nbytes>{_BLANK.nbytes}<", f"<nbytes>{document.nbytes}<"),
         ):  # fmt: skip
             text = text.replace(blank, value)
