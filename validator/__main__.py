@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from boinc_project import store
 from boinc_project.contract.errors import InvalidResult, TransientError
-from boinc_project.contract.microtask import GRAPH_FILE, Microtask
+from boinc_project.contract.microtask import Essentials, essentials
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import update_types
 from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
@@ -49,7 +49,7 @@ MAX_CONFLICTS = 10  # of one transaction with others' transactions
 PARK_AFTER = 3  # unexpected exceptions for one workunit; then it is left alone until the daemon restarts
 
 #: Workunits written in one transaction, and the seconds after which the first of them waits no longer.
-BATCH, BATCH_S = 50, 0.5
+BATCH, BATCH_S = 100, 0.5
 
 #: Columns that are read: all that a decision depends on, without the workunit's XML.
 UNIT_COLUMNS = (
@@ -234,7 +234,7 @@ class Validator:
 
     def _judge(self, case: Case) -> Verdict:
         """Read the copies and decide."""
-        microtask = Microtask.from_json(str(case.task["document"]).encode("ascii"))
+        microtask = essentials(str(case.task["document"]))
         types = self._types_of(case.job, microtask)
         tensors: dict[int, Mapping[str, Any]] = {}
         digests: dict[int, str] = {}
@@ -263,9 +263,9 @@ class Validator:
             voters,
             int(self.clock()),
         )
-        return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.files[GRAPH_FILE].sha256[:16]}")
+        return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.graph_sha256[:16]}")
 
-    def _types_of(self, job: JobRow, microtask: Microtask) -> Mapping[str, TensorType]:
+    def _types_of(self, job: JobRow, microtask: Essentials) -> Mapping[str, TensorType]:
         key = (job.id, microtask.mode, microtask.steps)
         if key not in self.types:
             self.types[key] = update_types(job.folder.gradient_graph, microtask.mode, microtask.steps)

@@ -47,10 +47,10 @@ def load(
 
 def output_path(tree: ProjectTree, result: Mapping[str, Any]) -> Path:
     """Where the update of a result was uploaded to; raises InvalidResult if the result names none."""
-    for file in templates.output_files(str(result["xml_doc_in"] or "")):
-        if file.open_name == UPDATE_FILE:
-            return tree.upload_path(file.name)
-    raise InvalidResult(f"the result names no output file {UPDATE_FILE}", fault="missing_file")
+    name = templates.output_name(str(result["xml_doc_in"] or ""), UPDATE_FILE)
+    if not name:
+        raise InvalidResult(f"the result names no output file {UPDATE_FILE}", fault="missing_file")
+    return tree.upload_path(name)
 
 
 def read_output(tree: ProjectTree, path: Path, max_bytes: int) -> bytes:

@@ -16,9 +16,10 @@ Modes:
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from boinc_project.contract import canonical
 from boinc_project.contract.canonical import Taker
@@ -141,6 +142,22 @@ class Microtask:
             raise MicrotaskError(f"microtask has {len(text)} bytes, more than {MAX_MICROTASK_BYTES}", fault="too_large")
         document = canonical.loads(text, "microtask", MicrotaskError, MAX_VALUES)
         return _from_document(Taker(document, "microtask", MicrotaskError))
+
+
+class Essentials(NamedTuple):
+    """What judging and folding an update need of its microtask."""
+
+    mode: str
+    steps: int
+    codec: Codec
+    graph_sha256: str
+
+
+def essentials(text: str | bytes) -> Essentials:
+    """Read these from a document of our own, which was checked when it was issued."""
+    document = json.loads(text)
+    codec = Codec(**document["codec"])
+    return Essentials(document["mode"], len(document["batches"]), codec, document["files"][GRAPH_FILE]["sha256"])
 
 
 def _from_document(take: Taker) -> Microtask:
