@@ -23,7 +23,7 @@ from boinc_project.project_tree import PublishedFile, check_file_name
 #: Bytes that workunit.xml_doc and result.xml_doc_in can hold.
 XML_LIMIT = database.BLOB_LIMIT
 
-#: Characters that workunit.result_template_file can hold.
+#: Bytes that workunit.result_template_file, and BOINC's programs, can hold.
 TEMPLATE_PATH_LIMIT = 63
 
 #: Characters of a workunit name: result names (191) add `_` and a number.
@@ -183,12 +183,16 @@ def workunit_document(
     pieces.append(_workunit_xml(workunit, references, chosen, command_line))
     xml_doc = "".join(pieces)
     size = len(xml_doc.encode())
+    _check_size(size)
+    return WorkunitDocument(xml_doc, _columns(workunit))
+
+
+def _check_size(size: int) -> None:
     if size > XML_LIMIT:
         raise TemplateError(
             f"the workunit's XML would have {size} bytes, but BOINC's database holds {XML_LIMIT}; "
             "use fewer or shorter file names"
         )
-    return WorkunitDocument(xml_doc, _columns(workunit))
 
 
 def new_workunit(
@@ -200,11 +204,12 @@ def new_workunit(
     `batch`, ...). Raises TemplateError for a name or path that BOINC would cut or misread.
     """
     check_workunit_name(name)
-    if len(result_template_file) > TEMPLATE_PATH_LIMIT:
+    if (size := len(result_template_file.encode())) > TEMPLATE_PATH_LIMIT:
         raise TemplateError(
-            f"the output template's path {result_template_file!r} has {len(result_template_file)} "
-            f"characters, but BOINC's database holds {TEMPLATE_PATH_LIMIT}; shorten it"
+            f"the output template's path {result_template_file!r} has {size} bytes, "
+            f"but BOINC's database holds {TEMPLATE_PATH_LIMIT}; shorten it"
         )
+    _check_size(len(document.xml_doc.encode()))
     values = {**document.columns, **columns}
     _check_replication(values)
     return database.new_row(
