@@ -146,6 +146,12 @@ class ProjectTree:
         """
         return publish(source, self.download_path(physical_name), self.download_url(physical_name))
 
+    def described(self, physical_name: str, data: bytes) -> PublishedFile:
+        """What `stage_file` would return for this file, without publishing it."""
+        md5 = hashlib.md5(data).hexdigest()
+        path, url = self.download_path(physical_name), self.download_url(physical_name)
+        return PublishedFile(name=physical_name, url=url, md5=md5, nbytes=len(data), path=path)
+
     def stage_files(self, contents: Mapping[str, bytes]) -> dict[str, PublishedFile]:
         """Publish many small files by their physical names, as `stage_file` does each, in two waits for the disk."""
         with FileBatch(2 * len(contents)) as files, ThreadPoolExecutor(_WRITERS) as writers:

@@ -29,6 +29,7 @@ from boinc_project.rows import read_rows
 from boinc_project.states import NEVER
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import MAX_ATTEMPTS, least_seconds_per_task
+from boinc_project.templates import TemplateError
 from work_generator import issue, retire, supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
@@ -131,14 +132,20 @@ class Generator:
         except issue.InputMissing as error:
             self._fail(job, str(error))
             return False
-        documents = self.tree.stage_files({draft.file_name: draft.text for draft in drafts})
         now, made = int(time.time()), list[issue.Draft]()
         forms = workunits.Forms(self.tree, job.config, job.facts, job.appid)
+        try:  # before anything is published: a row that cannot be leaves no file behind
+            rows = [
+                forms.row(d.content, self.tree.described(d.file_name, d.text), name=d.name, now=now) for d in drafts
+            ]
+        except TemplateError as error:
+            self._fail(job, str(error))
+            return False
+        documents = self.tree.stage_files({draft.file_name: draft.text for draft in drafts})
         for first in range(0, len(drafts), WORKUNITS_PER_COMMIT):
-            part = drafts[first : first + WORKUNITS_PER_COMMIT]
-            rows = [forms.row(d.content, documents[d.file_name], name=d.name, now=now) for d in part]
+            part = slice(first, first + WORKUNITS_PER_COMMIT)
             with self.database.transaction() as connection:
-                made += issue.insert(connection, job, part, documents, rows)
+                made += issue.insert(connection, job, drafts[part], documents, rows[part])
         for draft in made:
             log.info(
                 "[WU %s] created: version %d, slot %d, attempt %d, %d samples, %d steps",
