@@ -21,8 +21,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from boinc_project import store, templates
-from boinc_project.contract.microtask import UPDATE_FILE, Microtask
-from boinc_project.contract.update import OpenUpdate, open_update
+from boinc_project.contract.codecs import Array
+from boinc_project.contract.microtask import UPDATE_FILE, essentials
+from boinc_project.contract.update import OpenUpdate, judged_metrics, open_update
 from boinc_project.database import result, workunit
 from boinc_project.durable import FileBatch
 from boinc_project.gt_tables import Disposition, MicrotaskState, gt_ledger, gt_microtask
@@ -101,7 +102,7 @@ def prepare(tree: ProjectTree, case: Case, files: FileBatch) -> Outcome:
         data = _judged_bytes(tree, case.canonical, digest)
     except PayloadChanged as error:
         return Outcome(case, failure=f"payload lost after validation: {error}")
-    loss = mean_loss(open_payload(case.job, case.task, data))
+    loss = mean_loss(judged_metrics(data, essentials(str(case.task["document"])).codec))
     path = case.job.folder.payload_path(case.name, digest)
     files.add(path, data)
     return Outcome(case, payload_file=str(path.relative_to(case.job.folder.path)), loss=loss)
@@ -196,15 +197,15 @@ def describe_errors(mask: int) -> str:
 
 def open_payload(job: JobRow, task: Row, data: bytes) -> OpenUpdate:
     """The update in a payload, by the microtask's own codec and types."""
-    microtask = Microtask.from_json(str(task["document"]).encode("ascii"))
+    microtask = essentials(str(task["document"]))
     types = job.folder.update_types(microtask.mode, microtask.steps)
     return open_update(data, types, microtask.codec, str(task["digest"]))
 
 
-def mean_loss(update: OpenUpdate) -> float | None:
+def mean_loss(metrics: Mapping[str, Array]) -> float | None:
     """Loss per sample over all steps, as the replicas agreed on it; None if they claim to have seen no sample."""
-    total = float(update.plain("metric/loss").astype("float64").sum())
-    weight = float(update.plain("metric/weight").astype("float64").sum())
+    total = float(metrics["metric/loss"].astype("float64").sum())
+    weight = float(metrics["metric/weight"].astype("float64").sum())
     return total / weight if weight > 0 else None
 
 

@@ -13,12 +13,15 @@ may be shown, escaped, and never decides.
 from __future__ import annotations
 
 import functools
+import io
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from boinc_project.contract import canonical, tensorfile
 from boinc_project.contract.codecs import Array, Codec
@@ -141,6 +144,18 @@ def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, micr
         raise InvalidResult("the update's metadata is too long", fault="too_large")
     _check_finite(file.tensors, InvalidResult)
     return OpenUpdate(file.tensors, types, codec, file.metadata)
+
+
+def judged_metrics(data: bytes, codec: Codec) -> dict[str, Array]:
+    """metric/* of an update that was checked before and has not changed since (the caller compared its digest).
+
+    Nothing behind them is expanded: in a file of int8 codes they lie near the beginning.
+    """
+    source: Any = zstandard.ZstdDecompressor().stream_reader(data) if codec.compression == "zstd" else io.BytesIO(data)
+    header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+    places = {n: e["data_offsets"] for n, e in header.items() if n.startswith("metric/")}
+    body = source.read(max((end for _, end in places.values()), default=0))
+    return {name: np.frombuffer(body[start:end], "<f4") for name, (start, end) in places.items()}
 
 
 def squared_norm(array: Array) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
+from assimilator import __main__ as assimilator_module
 from assimilator import apply, intake
 from assimilator import evaluation as evaluation_module
 from assimilator.replay import replay
@@ -63,7 +64,7 @@ PLACES = [
     (intake, "look_up"),
     (durable.FileBatch, "add"),
     (durable.FileBatch, "commit"),
-    (intake, "open_payload"),
+    (intake, "judged_metrics"),
     (intake.store, "lock_job"),
     (intake.store, "filled_slots"),
     (intake, "record"),
@@ -308,14 +309,14 @@ def test_a_fault_of_ours_parks_one_workunit_and_leaves_the_others_alone(
     project: TinyProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     units = project.validate_round()
-    real = intake.open_payload
+    real = intake.prepare
 
-    def buggy(job: Any, task: Any, data: bytes) -> Any:
-        if task["workunit_name"] == units[0]["name"]:
+    def buggy(tree: Any, case: Any, files: Any) -> Any:
+        if case.name == units[0]["name"]:
             raise ZeroDivisionError("a bug")
-        return real(job, task, data)
+        return real(tree, case, files)
 
-    monkeypatch.setattr(intake, "open_payload", buggy)
+    monkeypatch.setattr(intake, "prepare", buggy)
     assimilator = project.assimilator()
     for _ in range(5):
         assimilator.not_before = {k: v for k, v in assimilator.not_before.items() if v == float("inf")}
@@ -369,23 +370,121 @@ def many_failed_workunits(project: TinyProject, count: int) -> list[int]:
     return [row["id"] for row in project.rows(database.workunit)]
 
 
-def test_two_instances_with_mod_2_0_and_2_1_handle_a_hundred_workunits_half_each(
+def at_once(project: TinyProject, options: list[Options]) -> list[list[int]]:
+    """Assimilators with these options work at the same time; the workunits that each of them found to do."""
+    barrier = threading.Barrier(len(options))
+    found: list[list[int]] = [[] for _ in options]
+    failures: list[BaseException] = []
+
+    def work(chosen: Options, seen: list[int]) -> None:
+        with project.tree.database() as own:
+            assimilator = project.assimilator(chosen, own)
+            real = assimilator._take_in
+
+            def take_in(cases: Any) -> bool:
+                seen.extend(case.id for case in cases)
+                return bool(real(cases))
+
+            assimilator._take_in = take_in  # type: ignore[method-assign]
+            barrier.wait()
+            try:
+                assimilator.one_pass()
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(options, found, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    return found
+
+
+def test_two_instances_with_mod_2_0_and_2_1_handle_a_hundred_workunits_half_each(project: TinyProject) -> None:
+    ids = many_failed_workunits(project, 100)
+    even, odd = at_once(project, [Options(one_pass=True, mod=(2, 0)), Options(one_pass=True, mod=(2, 1))])
+    assert (even, odd) == ([i for i in ids if i % 2 == 0], [i for i in ids if i % 2 == 1])
+    assert len(even) == len(odd) == 50
+    assert {row["assimilate_state"] for row in project.rows(database.workunit)} == {AssimilateState.DONE}
+
+
+def test_two_instances_without_mod_by_mistake_take_a_hundred_gradients_in_once_each(
+    project: TinyProject, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with project.db.transaction() as connection:
+        settings = json.loads(connection.execute(sa.select(gt_job.c.config)).scalar_one())
+        settings["train"]["microtasks_per_version"] = 100
+        connection.execute(sa.update(gt_job).values(config=json.dumps(settings)))
+    assert len(project.validate_round()) == 100
+    at_once(project, [Options(one_pass=True), Options(one_pass=True)])
+    project.assimilator().one_pass()
+    assert sorted(row["slot"] for row in project.rows(gt_ledger)) == list(range(100))
+    assert {row["disposition"] for row in project.rows(gt_ledger)} == {"applied"}
+    assert project.rows(gt_version)[-1]["contributions"] == 100
+    assert sum(": 100 contributions" in record.message for record in caplog.records) == 1
+    assert {row["assimilate_state"] for row in project.rows(database.workunit)} == {AssimilateState.DONE}
+
+
+def test_one_pass_n_wu_takes_so_many_workunits_and_leaves_the_others(project: TinyProject) -> None:
+    many_failed_workunits(project, 30)
+    project.assimilator(Options(one_pass=True, limit=7)).one_pass()
+    done = [row for row in project.rows(database.workunit) if row["assimilate_state"] == AssimilateState.DONE]
+    assert [row["id"] for row in done] == list(range(1, 8))
+
+
+def test_workunits_that_are_left_alone_do_not_keep_others_waiting(
     project: TinyProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = many_failed_workunits(project, 100)
-    handled: dict[int, list[int]] = {0: [], 1: []}
-    for remainder, seen in handled.items():
-        assimilator = project.assimilator(Options(one_pass=True, mod=(2, remainder)))
+    monkeypatch.setattr(assimilator_module, "WORKUNITS_PER_BATCH", 5)
+    foreign = [
+        database.new_row(
+            database.workunit, name=f"foreign_{n}", appid=project.appid, create_time=1, assimilate_state=1, error_mask=2
+        )
+        for n in range(20)
+    ]
+    with project.db.transaction() as connection:
+        connection.execute(database.workunit.insert(), foreign)
+    ours = many_failed_workunits(project, 12)[20:]
+    project.assimilator().one_pass()
+    done = [row["id"] for row in project.rows(database.workunit) if row["assimilate_state"] == AssimilateState.DONE]
+    assert done == ours and len(ours) == 12
 
-        def take_in(cases: Any, seen: list[int] = seen, real: Any = assimilator._take_in) -> bool:
-            seen.extend(case.id for case in cases)
-            return bool(real(cases))
 
-        monkeypatch.setattr(assimilator, "_take_in", take_in)
-        assimilator.one_pass()
-    assert handled == {0: [i for i in ids if i % 2 == 0], 1: [i for i in ids if i % 2 == 1]}
-    assert len(handled[0]) == len(handled[1]) == 50
-    assert {row["assimilate_state"] for row in project.rows(database.workunit)} == {AssimilateState.DONE}
+def test_a_batch_that_cannot_be_written_as_a_whole_is_written_one_by_one(
+    project: TinyProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = many_failed_workunits(project, 10)
+    real = intake.record
+
+    def record(connection: Any, job: Any, outcomes: Any, now: float) -> Any:
+        if any(outcome.case.id == ids[3] for outcome in outcomes):
+            raise ZeroDivisionError("a bug")
+        return real(connection, job, outcomes, now)
+
+    monkeypatch.setattr(intake, "record", record)
+    assimilator = project.assimilator()
+    assimilator.one_pass()
+    left = [row["id"] for row in project.rows(database.workunit) if row["assimilate_state"] == AssimilateState.READY]
+    assert left == [ids[3]] and assimilator.failures == {ids[3]: 1}
+
+
+@pytest.mark.parametrize("away", ["missing", "empty"])
+def test_an_upload_directory_that_is_away_releases_no_slot(project: TinyProject, away: str) -> None:
+    project.validate_round()
+    uploads = project.tree.config.upload_dir
+    hidden = uploads.with_name("hidden")
+    uploads.rename(hidden)
+    if away == "empty":
+        uploads.mkdir()
+    project.assimilator().one_pass()
+    assert {row["state"] for row in project.rows(gt_microtask)} == {"issued"}
+    if away == "empty":
+        uploads.rmdir()
+    hidden.rename(uploads)
+    project.assimilator().one_pass()
+    assert project.version_digests() == undisturbed(1)
 
 
 def test_only_the_newest_versions_asked_for_stay_on_disk_and_can_be_replayed(project: TinyProject) -> None:

@@ -16,6 +16,7 @@ from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import (
     FORMAT,
     MAX_METADATA_BYTES,
+    judged_metrics,
     max_update_bytes,
     read_update,
     squared_norm,
@@ -57,6 +58,13 @@ def fault_of(data: bytes, codec: Codec = PLAIN) -> str:
     with pytest.raises(InvalidResult) as caught:
         read_update(data, TYPES, codec, DIGEST)
     return caught.value.fault
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_metrics_alone_are_those_of_the_whole_update(codec: Codec) -> None:
+    data = write_update(tensors(), TYPES, {"microtask": DIGEST}, codec)
+    found = judged_metrics(data, codec)
+    assert {name: array.tolist() for name, array in found.items()} == {"metric/loss": [3, 2, 1]}
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
