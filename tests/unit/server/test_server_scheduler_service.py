@@ -124,3 +124,43 @@ def test_only_replies_that_change_something_lasting_wait_for_the_disk(
         assert b"<report_deadline>" in service.answer([request])[0].reply
         assert synced == [log], "a task is"
         assert synchronous(db) == 2, "and so is every other transaction"
+
+
+NONSENSE = ("x" * 5000, "模🎉" * 400, "1e400", "-1e400", "nan", "9" * 30, "-9" * 30, "0x10", "1_0", "é' \\ \" %s %(x)s")
+
+
+@pytest.mark.usefixtures("each_database")
+@pytest.mark.parametrize("value", NONSENSE, ids=[ascii(value)[:12] for value in NONSENSE])
+def test_whatever_a_client_says_of_itself_is_stored_within_the_columns(
+    tmp_path: Path, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = make_project(tmp_path / "project")
+    with tree.database() as db:
+        add_indexes(db)
+        appid, key = publish_app(tree, db), add_user(db, "alice")
+        add_workunits(tree, db, appid, 1)
+        service = SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None))
+        service.transitioner.run_once()
+        kept = ("authenticator", "platform_name", "hostid", "rpc_seqno", "core_client_", "work_req", "cpu_req", "name")
+        text = re.sub(
+            r"<(\w+)>[^<>]*</\1>",
+            lambda m: m[0] if m[1].startswith(kept) else f"<{m[1]}>{value}</{m[1]}>",
+            wire_body(FIRST_CONTACT).decode(),
+        )
+        reply = service.answer([as_host(text.encode(), key=key, hostid=0)])[0].reply
+        assert b"internal error" not in reply and len(rows(db, database.host)) == 1
+        report = (
+            f"<result><name>w_0_0</name><final_cpu_time>{value}</final_cpu_time>"
+            f"<final_elapsed_time>{value}</final_elapsed_time><exit_status>{value}</exit_status><state>5</state>"
+            f"<app_version_num>{value}</app_version_num><final_peak_disk_usage>{value}</final_peak_disk_usage>"
+            f"<stderr_out>{value * 40}</stderr_out><file_info><name>{value}</name></file_info></result>"
+            f"<result><name>{value}</name></result></scheduler_request>"
+        )
+        with db.transaction() as connection:
+            sent = {"server_state": int(ServerState.IN_PROGRESS), "hostid": 1, "userid": 1, "sent_time": 1}
+            connection.execute(database.result.update().values(sent))
+        text = text.replace("</scheduler_request>", report)
+        reply = service.answer([as_host(text.encode(), key=key, hostid=1)])[0].reply
+        assert b"internal error" not in reply
+        assert [row["server_state"] for row in rows(db, database.result, name="w_0_0")] == [ServerState.OVER]
+    assert not [record for record in caplog.records if record.exc_info]
