@@ -16,7 +16,8 @@ from boinc_project.standard import install as standard
 from boinc_project.standard import steps
 from boinc_project.standard.advice import advice
 from boinc_project.standard.doctor import examine
-from boinc_project.standard.findings import Severity
+from boinc_project.standard.doctor_tree import check_cron
+from boinc_project.standard.findings import Patient, Severity
 from boinc_project.standard.install import Standard
 from boinc_project.standard.running import our_processes
 from boinc_project.standard.steps import Step, Wanted
@@ -69,6 +70,8 @@ def show_advice(project: Standard) -> None:
         platforms = set(connection.execute(sa.select(platform.c.name)).scalars())
     if PLATFORM not in platforms:
         click.echo(f"The database does not know the platform {PLATFORM} yet: run bin/xadd in {project.project_dir}.")
+    for finding in check_cron(Patient(tree=project.tree, standard=True, apps=(), daemons=())):
+        click.echo(" ".join(str(finding).split()))
     found = advice(project.tree.config, steps.daemons(text), active)
     if found:
         click.echo("Recommended for the whole project, and for you to decide (in config.xml):")

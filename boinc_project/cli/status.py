@@ -25,7 +25,7 @@ HOSTS_SHOWN = 20
 ERRORS_SHOWN = 5
 RECENT_RESULTS = 500  # in which errors are looked for
 RECENT_GRADIENTS = 100  # over which their age is averaged
-QUEUE_COLUMNS = ("unsent", "sent", "valid", "invalid", "error", "late")
+QUEUE_COLUMNS = ("unsent", "sent", "waiting", "valid", "invalid", "error", "late")
 
 
 @click.command()
@@ -130,7 +130,9 @@ def _error_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> list[T
 
 
 def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table("results of", "unsent", "in progress", "valid", "invalid", "errors", "no reply", title="work")
+    table = Table(
+        "results of", "unsent", "in progress", "to judge", "valid", "invalid", "errors", "no reply", title="work"
+    )
     for appid in sorted({job.appid for job in jobs}):
         counts = result_counts(connection, appid)
         name = connection.execute(sa.select(app.c.name).where(app.c.id == appid)).scalar()
@@ -140,7 +142,7 @@ def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
 
 def result_counts(connection: sa.Connection, appid: int) -> dict[str, int]:
     """Numbers of results of the app by what became of them."""
-    counts = {"unsent": 0, "sent": 0, "valid": 0, "invalid": 0, "error": 0, "late": 0, "waiting": 0}
+    counts = {"unsent": 0, "sent": 0, "valid": 0, "invalid": 0, "error": 0, "late": 0, "waiting": 0, "unneeded": 0}
     columns = (result.c.server_state, result.c.outcome, result.c.validate_state)
     query = sa.select(*columns, sa.func.count()).where(result.c.appid == appid).group_by(*columns)
     for state, outcome, validated, number in connection.execute(query):
@@ -157,7 +159,7 @@ def _kind(state: int, outcome: int, validated: int) -> str:
         return {ValidateState.VALID: "valid", ValidateState.INVALID: "invalid"}.get(ValidateState(validated), "waiting")
     if outcome == Outcome.VALIDATE_ERROR:
         return "invalid"
-    return "waiting" if outcome == Outcome.DIDNT_NEED else "error"
+    return "unneeded" if outcome == Outcome.DIDNT_NEED else "error"
 
 
 def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:

@@ -49,3 +49,12 @@ def test_errors_are_counted_by_exit_status_with_the_last_words_of_the_newest(pro
     assert len(results) > 2 and len(lines) == 2
     commonest = [cell.strip() for cell in lines[0].strip("│ ").split("│")]
     assert commonest[:4] == ["gradient", "11", str(len(results) - 1), str(len(results) - 1)]
+
+
+def test_results_that_wait_for_the_validator_are_told_from_those_that_nobody_needs(project: TinyProject) -> None:
+    first, second, *_ = project.issue()
+    project.answer(first)
+    over = {"server_state": int(ServerState.OVER), "outcome": int(Outcome.DIDNT_NEED)}
+    project.change(database.result, second["id"], **over)
+    (line,) = [line for line in shown(project).splitlines() if line.startswith("│ gradient")]
+    assert [cell.strip() for cell in line.strip("│ ").split("│")][1:] == ["2", "0", "1", "0", "0", "0", "0"]
