@@ -377,6 +377,8 @@ def _undo(project: Standard, change: Change, moment: str) -> str:
     if change.kind == "edit":
         return _undo_edit(project, change, path, moment)
     if change.kind == "create":
+        if _workunits_with(project.database, change.path):
+            return f"{path}: workunits name it, and BOINC's transitioner ends for the whole project without it"
         if path.exists() and path.read_bytes() == change.content.encode():
             project.record.back_up(path, moment)
             path.unlink()
@@ -394,6 +396,15 @@ def _undo(project: Standard, change: Change, moment: str) -> str:
         with project.database.transaction() as connection:
             gt_metadata.tables[change.path].drop(connection, checkfirst=True)
     return ""
+
+
+def _workunits_with(database: Database, template: str) -> bool:
+    """Whether a workunit's results are made from this output template."""
+    if not template.endswith("_out"):
+        return False
+    with database.read() as connection:
+        query = sa.select(workunit.c.id).where(workunit.c.result_template_file == template).limit(1)
+        return connection.execute(query).scalar() is not None
 
 
 def _undo_edit(project: Standard, change: Change, path: Path, moment: str) -> str:

@@ -317,6 +317,16 @@ def test_an_app_with_results_is_deprecated_and_comes_back_when_installed_again(e
     assert project.app() == row
 
 
+def test_a_template_that_workunits_name_stays(project: Project) -> None:
+    project.install()
+    with project.db.transaction() as connection:
+        row = database.new_row(database.workunit, name="by_hand", result_template_file="templates/gradient_out")
+        connection.execute(database.workunit.insert(), row)
+    assert "transitioner ends for the whole project" in project.run("uninstall").output
+    assert (project.folder / "templates" / "gradient_out").exists()
+    assert not (project.folder / "templates" / "gradient_in").exists()
+
+
 def test_tables_are_dropped_only_when_asked_and_confirmed(project: Project) -> None:
     project.install()
     refused = project.run("uninstall", "--drop-tables", input="n\n")
