@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
 import click
+from sqlalchemy.exc import DBAPIError
 
 from boinc_project import __version__
 from boinc_project.cli.demo import demo
@@ -19,9 +21,13 @@ from boinc_project.cli.status import status
 # With a file name in them these are about a path that the user gave or a folder the user changed.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
+#: What a disk answers that is full, or that may not be written to.
+STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 
 class Group(click.Group):
-    """Turns exceptions that mean "the user must change something" into one sentence and exit status 2."""
+    """Turns exceptions that mean "the user must change something" into one sentence and exit status 2; a disk or
+    database that fails gives one sentence and status 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -35,6 +41,16 @@ class Group(click.Group):
                 raise
             print(f"boinc-train: {error.filename}: {error.strerror}; check the path", file=sys.stderr)
             ctx.exit(2)
+        except OSError as error:
+            if error.errno not in STORAGE_FAULTS:
+                raise
+            place = error.filename2 or error.filename or "the disk"
+            print(f"boinc-train: {place}: {error.strerror}; make room there and try again", file=sys.stderr)
+            ctx.exit(1)
+        except DBAPIError as error:
+            text = " ".join(str(error.orig).split())
+            print(f"boinc-train: the database cannot be used ({text}); see that it runs and has room", file=sys.stderr)
+            ctx.exit(1)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

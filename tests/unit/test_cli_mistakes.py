@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ from click.testing import CliRunner, Result
 from boinc_project.cli.main import main
 from boinc_project.processes import PID_FILE
 from boinc_project.project_tree import ProjectTree
-from boinc_project.server.run import LOCK_NAME, EmbeddedServer
+from boinc_project.server.run import LOCK_NAME, EmbeddedServer, free_port
 from tests.tiny_project import TINY_JOB, TinyProject, tiny_project, volunteer_environment
 
 
@@ -361,3 +363,25 @@ def test_the_processes_of_a_killed_starter_end_with_it(project: TinyProject) -> 
         starter.wait()
         assert starter.stderr is not None
         starter.stderr.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_no_more_is_one_sentence_with_the_place(
+    project: TinyProject, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(source: Any, target: Any, *_arguments: Any) -> None:
+        raise OSError(number, os.strerror(number), "some source", None, "/the/full/disk")
+
+    monkeypatch.setattr("boinc_project.store.job_named", full)
+    found = boinc_train("weights", "tiny", "--project", project.tree.project_dir, "--output", "x.safetensors")
+    assert found.exit_code == 1
+    assert found.stderr.count("\n") == 1 and "/the/full/disk" in found.stderr and "make room" in found.stderr
+
+
+def test_a_database_that_does_not_answer_is_one_sentence(project: TinyProject) -> None:
+    path = project.tree.project_dir / "config.xml"
+    url = f"mysql+pymysql://somebody:secret@127.0.0.1:{free_port()}/nothing"
+    path.write_text(re.sub("(<gt_database_url>).*(</gt_database_url>)", rf"\g<1>{url}\g<2>", path.read_text()))
+    found = boinc_train("status", "--project", project.tree.project_dir)
+    assert found.exit_code == 1
+    assert found.stderr.count("\n") == 1 and "database" in found.stderr and "secret" not in found.stderr
