@@ -90,6 +90,13 @@ def start(
     return Started(options, tree, database, appid, stopper)
 
 
+def heartbeat_name(daemon: str, options: Options) -> str:
+    """The key of gt_heartbeat: the daemon, and what tells instances of it apart, as in `validator gradient 1/2`."""
+    share = "" if options.mod is None else f" {options.mod[1]}/{options.mod[0]}"
+    app = f" {options.app}" if share or options.app != Options().app else ""
+    return f"{daemon}{app}{share}"[:64]
+
+
 class Heart:
     """Tells `status` and `doctor`, every ten seconds and no oftener, that this daemon makes its passes."""
 
@@ -118,7 +125,7 @@ def outside_faults() -> Iterator[None]:
 
 def run(started: Started, name: str, one_pass: Callable[[], bool]) -> int:
     """Make passes until asked to stop, with a heartbeat; returns the exit status."""
-    heart = Heart(started.database, name)
+    heart = Heart(started.database, heartbeat_name(name, started.options))
 
     def beating_pass() -> bool:
         worked = one_pass()

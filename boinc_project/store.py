@@ -40,6 +40,8 @@ from boinc_project.states import AssimilateState, Outcome, ServerState
 
 Row = Mapping[str, Any]
 
+FORGOTTEN_S = 7 * 86400.0  # after which a silent daemon's heartbeat is dropped
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
@@ -433,10 +435,12 @@ def committed_versions(connection: Connection, job_id: int, versions: Sequence[i
 
 
 def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
-    """Tell `status` and `doctor` that this daemon is alive."""
-    values = {"pid": pid, "time": time.time(), "note": note}
+    """Tell `status` and `doctor` that this daemon is alive, and forget those that have been silent for a week."""
+    now = time.time()
+    values = {"pid": pid, "time": now, "note": note}
     changed = connection.execute(sa.update(gt_heartbeat).where(gt_heartbeat.c.daemon == daemon).values(**values))
     if changed.rowcount == 0:
+        connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < now - FORGOTTEN_S))
         connection.execute(sa.insert(gt_heartbeat).values(daemon=daemon, **values))
 
 

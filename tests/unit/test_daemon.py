@@ -18,6 +18,7 @@ import pytest
 
 from boinc_project import daemon
 from boinc_project.daemon import Options, RetryLater, Stopper, StopRequested, UsageError, parse_options, run_passes
+from boinc_project.daemon_start import heartbeat_name
 from tests.tiny_project import TinyProject, tiny_project, volunteer_environment
 
 
@@ -46,6 +47,19 @@ def test_boincs_own_names_for_bounds_and_dry_runs_are_taken(dashes: str) -> None
     assert parse_options(
         [f"{dashes}fast"], program="gt_test", about="Tests.", default_sleep=5, flags={"fast": "no value"}
     ).own == {"fast": "1"}
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        (Options(), "validator"),
+        (Options(mod=(2, 1)), "validator gradient 1/2"),
+        (Options(app="other"), "validator other"),
+        (Options(app="other", mod=(3, 0)), "validator other 0/3"),
+    ],
+)
+def test_instances_of_a_daemon_have_heartbeats_of_their_own(options: Options, name: str) -> None:
+    assert heartbeat_name("validator", options) == name
 
 
 def test_defaults_are_those_of_boinc() -> None:
