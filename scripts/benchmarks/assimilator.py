@@ -18,8 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from boinc_project import database
-from boinc_project.states import AssimilateState
 from scripts.benchmarks.common import commit_latency, scratch, shown
 from scripts.benchmarks.jobs import BenchProject, daemon, peak_bytes, project_on_mariadb, reset_peak, wait_until
 
@@ -61,9 +59,7 @@ def _take_in(project: BenchProject, ids: list[int]) -> float:
     """Workunits per second from ready to done."""
     project.hand_over(ids)
     start = time.perf_counter()
-    table = database.workunit
-    waiting = table.c.appid == project.appid, table.c.assimilate_state == int(AssimilateState.READY)
-    wait_until(lambda: project.count(*waiting) == 0, "the assimilator does not finish the small workunits")
+    wait_until(lambda: not project.some_ready(), "the assimilator does not finish the small workunits")
     return len(ids) / (time.perf_counter() - start)
 
 

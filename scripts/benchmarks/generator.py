@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
                 project.set_state(job_id, JobState.RUNNING)
                 start = time.perf_counter()
                 wanted = (number + 1) * options.workunits
-                wait_until(lambda: project.count() >= wanted, "the generator does not make the workunits")  # noqa: B023
+                wait_until(lambda: project.highest_workunit() >= wanted, "the generator does not make the workunits")  # noqa: B023
                 rates.append(options.workunits / (time.perf_counter() - start))
                 _check(project)
                 with project.db.transaction() as connection:  # as if the transitioner had handled them
