@@ -29,7 +29,7 @@ from boinc_project.daemon import (
     run_passes,
     set_up_log,
 )
-from boinc_project.database import Database
+from boinc_project.database import Database, is_lost
 from boinc_project.project_tree import ProjectTree
 
 HEARTBEAT_S = 10.0
@@ -118,7 +118,8 @@ def outside_faults() -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        raise RetryLater(f"the database does not answer ({error.orig})") from error
+        what = "does not answer" if is_lost(error) else "refuses a statement"
+        raise RetryLater(f"the database {what} ({' '.join(str(error.orig).split())})") from error
     except OSError as error:
         raise RetryLater(f"storage does not answer ({error})") from error
 

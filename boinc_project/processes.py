@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ PID_FILE = "boinc-train.pid"
 STOP_PATIENCE_S = 15.0
 FIRST_RESTART_S = 1.0
 LAST_RESTART_S = 60.0
+LINES_LOOKED_AT = 500
+_COMPLAINT = re.compile(r"(\d{4}-\d\d-\d\d [\d:.]+) \[PID=\d+\] \[(CRITICAL|warning)\] (.*)")  # as daemon.py writes it
 HEALTHY_S = 60.0  # a process that ran so long is started again without the pauses of earlier restarts
 
 
@@ -120,6 +123,20 @@ class Processes:
                 stderr=log,
                 start_new_session=True,  # the terminal's Ctrl-C reaches the starter only, which stops them in order
             )
+
+
+def gravest_words(project_dir: Path) -> str:
+    """What the daemons' logs complain of most, for one sentence: `work_generator: the disk is almost full`, or ''.
+
+    The newest critical line of any daemon, else the newest warning.
+    """
+    found: list[tuple[bool, str, str]] = []
+    for path in sorted((project_dir / LOG_DIRECTORY).glob("*.log")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_LOOKED_AT:]:
+            parts = _COMPLAINT.match(line)
+            if parts is not None:
+                found.append((parts[2] == "CRITICAL", parts[1], f"{path.stem}: {parts[3][:300]}"))
+    return max(found)[2] if found else ""
 
 
 def daemon_commands(sleep_interval: float, votes: str = "user") -> dict[str, list[str]]:

@@ -39,7 +39,7 @@ from boinc_project.cli.project import (
 from boinc_project.cli.status import render, result_counts
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState
-from boinc_project.processes import Processes, only_starter
+from boinc_project.processes import Processes, gravest_words, only_starter
 from boinc_project.project_tree import ProjectTree
 from boinc_project.scripted_volunteer import ProtocolError, ScriptedVolunteer, create_account
 from boinc_project.server.run import free_port
@@ -210,8 +210,10 @@ def watch(plan: Plan, tree: ProjectTree, job_name: str, processes: Processes, co
             if stopping.is_set:
                 raise DemoFailed(f"stopped by a signal; what there is lies in {plan.output}")
             if time.monotonic() > deadline:
+                words = gravest_words(tree.project_dir)
                 raise DemoFailed(
                     f"version {job.current_version} of {job.config.train.max_versions} after {plan.minutes:g} minutes;"
+                    f"{f' {words};' if words else ''}"
                     f" logs are in {tree.project_dir / 'log'} and {plan.output}/client-*"
                 )
             time.sleep(1.0)
