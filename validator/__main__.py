@@ -61,6 +61,7 @@ RESULT_COLUMNS = (
     "app_version_id", "sent_time", "received_time", "cpu_time", "elapsed_time", "flops_estimate", "granted_credit",
     "xml_doc_in",
 )  # fmt: skip
+TASK_COLUMNS = ("workunit_name", "job_id", "digest", "document", "flops")
 #: Of these, the columns that may not change between reading and writing.
 UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "target_nresults", "assimilate_state")
 RESULT_MARKS = ("server_state", "outcome", "validate_state", "hostid", "userid")
@@ -180,7 +181,7 @@ class Validator:
             waiting = {int(row["id"]): row for row in units.values() if row["need_validate"]}
             results = _results(connection, list(waiting))
             names = [(str(row["name"]),) for row in waiting.values()]
-            tasks = read_rows(connection, gt_microtask, ("workunit_name",), names)
+            tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, TASK_COLUMNS)
             for job_id in {int(task["job_id"]) for task in tasks.values()} - set(self.jobs):
                 self.jobs[job_id] = store.job_with_id(connection, job_id)
         cases = []
@@ -370,8 +371,9 @@ def _results(connection: Connection, units: Sequence[int]) -> dict[int, list[sto
     columns = [result.c[name] for name in RESULT_COLUMNS]
     query = sa.select(*columns).where(result.c.workunitid.in_(units)).order_by(result.c.workunitid, result.c.id)
     found: dict[int, list[store.Row]] = {}
-    for row in connection.execute(query).mappings():
-        found.setdefault(int(row["workunitid"]), []).append(dict(row))
+    for values in connection.execute(query):
+        row = dict(zip(RESULT_COLUMNS, values, strict=True))
+        found.setdefault(int(row["workunitid"]), []).append(row)
     return found
 
 

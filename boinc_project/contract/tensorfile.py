@@ -105,9 +105,11 @@ def chunks(tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = No
 
 
 class _Layout(NamedTuple):
-    """How our own writer lays out a file of these tensors: their header entries in order, and the bytes of data."""
+    """How our own writer lays out a file of these tensors: their header entries in order, the same as the text
+    that ends the header, and the bytes of data."""
 
     header: dict[str, dict[str, Any]]
+    text: bytes
     nbytes: int
 
 
@@ -121,23 +123,33 @@ def _layout(tensors: tuple[tuple[str, Described], ...]) -> _Layout:
         end = at + FILE_ITEM_BYTES[kind.dtype] * math.prod(kind.shape)
         header[name] = {"dtype": codes[kind.dtype], "shape": list(kind.shape), "data_offsets": [at, end]}
         at = end
-    return _Layout(header, at)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+    return _Layout(header, b"," + text[1:].encode(), at)
 
 
-def _laid_out(
-    header: Mapping[str, Any], body: memoryview, expected: Mapping[str, Described]
-) -> dict[str, Array] | None:
-    """The tensors of a file that is exactly as our own writer makes it, which nearly all are; None: look closer."""
+def _as_written(
+    view: memoryview, expected: Mapping[str, Described], what: str, fault_type: type[ContractError]
+) -> TensorFile | None:
+    """A file that is exactly as our own writer makes it, which nearly all are; None: look closer."""
     layout = _layout(tuple(expected.items()))
-    if header != layout.header or len(body) != layout.nbytes:
+    length = int.from_bytes(view[:8], "little")
+    if len(view) != 8 + length + layout.nbytes or length > MAX_HEADER_BYTES:
         return None
+    text = bytes(view[8 : 8 + length]).rstrip(b" ")
+    if not text.endswith(layout.text):
+        return None
+    # Without the tensors' entries, and closed, the header must be an object with nothing but metadata.
+    rest = canonical.loads(text[: -len(layout.text)] + b"}", what, fault_type)
+    if not isinstance(rest, dict) or list(rest) != ["__metadata__"]:
+        return None
+    body = view[8 + length :]
     found: dict[str, Array] = {}
     for name, entry in layout.header.items():
         start, end = entry["data_offsets"]
         if entry["dtype"] == "BOOL":
             return None
         found[name] = np.frombuffer(body[start:end], _LITTLE_ENDIAN[entry["dtype"]]).reshape(entry["shape"])
-    return found
+    return TensorFile(found, _metadata(rest["__metadata__"], what, fault_type))
 
 
 def from_bytes(
@@ -153,6 +165,8 @@ def from_bytes(
     too_many_tensors, too_large (the header has more values than any honest one).
     """
     view = memoryview(data)
+    if expected and (known := _as_written(view, expected, what, fault_type)) is not None:
+        return known
     header, body = _split(view, what, fault_type)
     text = header.pop("__metadata__", {})
     if len(header) > MAX_TENSORS:
@@ -164,9 +178,6 @@ def from_bytes(
             raise fault_type(f"{what}: tensor {missing[0]!r} is missing", fault="missing_tensor")
         if extra:
             raise fault_type(f"{what}: tensor {extra[0][:120]!r} does not belong there", fault="extra_tensor")
-        known = _laid_out(header, body, expected)
-        if known is not None:
-            return TensorFile(known, _metadata(text, what, fault_type))
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Array] = {}
     for name, entry in header.items():

@@ -118,16 +118,27 @@ class OpenUpdate:
 
 def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> Update:
     """Check and decode a stranger's file. Raises InvalidResult; nothing larger than it should be is allocated."""
-    opened = open_update(data, types, codec, microtask_digest)
-    tensors = codec.decode(opened.file, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
-    tensors.update({n: opened.file[n] for n in types if n not in tensors})
+    file = _checked_file(data, types, codec, microtask_digest)
+    encoded = {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)}
+    with np.errstate(invalid="ignore", over="ignore"):
+        tensors = codec.decode(file.tensors, encoded)
+    tensors.update({n: file.tensors[n] for n in types if n not in tensors})
     _check_finite(tensors, InvalidResult)
-    return Update(tensors, opened.metadata)
+    return Update(tensors, file.metadata)
 
 
 def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> OpenUpdate:
     """Check a file without decoding it. What it holds is finite; what it decodes to may still overflow, which is
     for `read_update` to find. Raises InvalidResult."""
+    file = _checked_file(data, types, codec, microtask_digest)
+    _check_finite(file.tensors, InvalidResult)
+    return OpenUpdate(file.tensors, types, codec, file.metadata)
+
+
+def _checked_file(
+    data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str
+) -> tensorfile.TensorFile:
+    """The tensors and metadata that belong there, with any values."""
     limit = max_update_bytes(types, codec)
     if not data:
         raise InvalidResult("the update file is empty", fault="empty")
@@ -142,8 +153,7 @@ def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, micr
         raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
     if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
         raise InvalidResult("the update's metadata is too long", fault="too_large")
-    _check_finite(file.tensors, InvalidResult)
-    return OpenUpdate(file.tensors, types, codec, file.metadata)
+    return file
 
 
 def judged_metrics(data: bytes, codec: Codec) -> dict[str, Array]:
