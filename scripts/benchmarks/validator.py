@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from boinc_project import database, store, templates
 from boinc_project.contract.microtask import Microtask
 from boinc_project.contract.update import read_update, write_update
-from boinc_project.gt_tables import gt_microtask
+from boinc_project.gt_tables import JobState, gt_microtask
 from boinc_project.rows import update_rows
 from boinc_project.states import NEVER, Outcome, ServerState, ValidateState
 from scripts.benchmarks.common import BenchmarkFailed, commit_latency, scratch, shown
@@ -32,6 +32,7 @@ from scripts.benchmarks.jobs import HOSTS, BenchProject, daemon, project_on_mari
 SMALL_WIDTH, SMALL_LAYERS = 16, 2  # 544 parameters
 LARGE_WIDTH, LARGE_LAYERS = 387, 2  # 300,312 parameters
 TEAMS = 5
+MAX_SLOTS = 2500  # of one job
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +93,19 @@ def _add_volunteers(project: BenchProject) -> None:
 
 
 def _reported(project: BenchProject, folder: Path, name: str, width: int, layers: int, count: int) -> list[int]:
-    """Ids of workunits of a job of their own whose two results are over and not judged yet."""
-    job_id = project.add_job(folder / name, name, width=width, layers=layers, slots=count)
-    project.issue()
+    """Ids of workunits whose two results are over and not judged yet, of as many jobs as it takes."""
+    ids: list[int] = []
+    while len(ids) < count:
+        slots = min(MAX_SLOTS, count - len(ids))
+        label = f"{name}{len(ids)}"
+        job_id = project.add_job(folder / label, label, width=width, layers=layers, slots=slots)
+        project.issue()
+        ids += _reported_of(project, job_id)
+        project.set_state(job_id, JobState.PAUSED)
+    return ids
+
+
+def _reported_of(project: BenchProject, job_id: int) -> list[int]:
     job, now, draws = project.job(job_id), int(time.time()), np.random.default_rng(3)
     with project.db.read() as connection:
         tasks = connection.execute(sa.select(gt_microtask).where(gt_microtask.c.job_id == job_id)).mappings().all()
