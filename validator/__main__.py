@@ -37,7 +37,7 @@ from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
 from validator.agreement import pair_distances
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
-from validator.decision import Decision, Sanity, decide, is_viable, needed
+from validator.decision import Decision, Evidence, Sanity, decide, is_viable, needed
 from validator.sanity import load
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
@@ -255,15 +255,8 @@ class Validator:
             for row in case.results
             if is_viable(row)
         }
-        decision = decide(
-            case.unit,
-            case.results,
-            sanity,
-            pair_distances(tensors),
-            case.job.config.workunit.tolerance,
-            voters,
-            int(self.clock()),
-        )
+        tolerance, now = case.job.config.workunit.tolerance, int(self.clock())
+        decision = decide(Evidence(case.unit, case.results, sanity, pair_distances(tensors), tolerance, voters, now))
         return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.graph_sha256[:16]}")
 
     def _types_of(self, job: JobRow, microtask: Essentials) -> Mapping[str, TensorType]:

@@ -79,29 +79,42 @@ def _canonical_id(workunit: Row, results: Sequence[Row]) -> list[int]:
     return [int(row["id"]) for row in results if row["id"] == workunit["canonical_resultid"]]
 
 
-def decide(
-    workunit: Row,
-    results: Sequence[Row],
-    sanity: Mapping[int, tuple[Sanity, str]],
-    distances: Mapping[tuple[int, int], float],
-    tolerance: float,
-    voter: Mapping[int, Hashable],
-    now: int,
-) -> Decision:
-    """Decide over a workunit. `sanity` has an entry for each id of `needed`, `distances` for each good pair."""
-    if workunit["canonical_resultid"]:
-        return _late_results(workunit, results, sanity, distances, tolerance, now)
-    return _quorum(workunit, results, sanity, distances, tolerance, voter, now)
+@dataclass(frozen=True)
+class Evidence:
+    """What a decision is taken from.
+
+    sanity     for each id of `needed`: what reading its files gave, and why
+    distances  of each pair of good copies, keyed by (smaller id, larger id)
+    tolerance  the largest distance of copies that agree
+    voters     who made a result, by its id; copies of one voter are one vote
+    now        Unix seconds
+    """
+
+    workunit: Row
+    results: Sequence[Row]
+    sanity: Mapping[int, tuple[Sanity, str]]
+    distances: Mapping[tuple[int, int], float]
+    tolerance: float
+    voters: Mapping[int, Hashable]
+    now: int
+
+    def compared(self, identifier: int, canonical: int) -> ResultChange:
+        """The verdict over a readable copy beside the canonical result."""
+        apart = self.distances[min(identifier, canonical), max(identifier, canonical)]
+        reason = f"distance {apart:.2g} to the canonical result"
+        if apart <= self.tolerance:
+            return ResultChange(ValidateState.VALID, reason=reason)
+        return ResultChange(ValidateState.INVALID, reason=reason, differs=apart <= HONEST_DISTANCE)
 
 
-def _late_results(
-    workunit: Row,
-    results: Sequence[Row],
-    sanity: Mapping[int, tuple[Sanity, str]],
-    distances: Mapping[tuple[int, int], float],
-    tolerance: float,
-    now: int,
-) -> Decision:
+def decide(evidence: Evidence) -> Decision:
+    """Decide over a workunit."""
+    return _late_results(evidence) if evidence.workunit["canonical_resultid"] else _quorum(evidence)
+
+
+def _late_results(evidence: Evidence) -> Decision:
+    """Judge what came after the canonical result."""
+    workunit, results, sanity = evidence.workunit, evidence.results, evidence.sanity
     canonical = int(workunit["canonical_resultid"])
     fresh = [int(row["id"]) for row in results if is_open(row) and row["id"] != canonical]
     if not fresh:
@@ -120,28 +133,13 @@ def _late_results(
             # We deleted the evidence ourselves (the canonical file is gone): nobody is to blame.
             changes[identifier] = ResultChange(ValidateState.TOO_LATE, reason="the canonical file is gone")
         else:
-            apart = distances[min(identifier, canonical), max(identifier, canonical)]
-            changes[identifier] = _compared(apart, tolerance)
-    return Decision(changes, workunit={"need_validate": 0, "transition_time": now})
+            changes[identifier] = evidence.compared(identifier, canonical)
+    return Decision(changes, workunit={"need_validate": 0, "transition_time": evidence.now})
 
 
-def _compared(apart: float, tolerance: float) -> ResultChange:
-    """The verdict over a readable copy that is `apart` from the canonical result."""
-    reason = f"distance {apart:.2g} to the canonical result"
-    if apart <= tolerance:
-        return ResultChange(ValidateState.VALID, reason=reason)
-    return ResultChange(ValidateState.INVALID, reason=reason, differs=apart <= HONEST_DISTANCE)
-
-
-def _quorum(
-    workunit: Row,
-    results: Sequence[Row],
-    sanity: Mapping[int, tuple[Sanity, str]],
-    distances: Mapping[tuple[int, int], float],
-    tolerance: float,
-    voter: Mapping[int, Hashable],
-    now: int,
-) -> Decision:
+def _quorum(evidence: Evidence) -> Decision:
+    """Look for a canonical result among the viable ones."""
+    workunit, results, sanity = evidence.workunit, evidence.results, evidence.sanity
     viable = [row for row in results if is_viable(row)]
     min_quorum = int(workunit["min_quorum"])
     if len(viable) < min_quorum:
@@ -157,15 +155,15 @@ def _quorum(
         if kind == Sanity.INVALID:
             changes[identifier] = ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, reason)
         else:
-            copies.append(Copy(identifier, voter[identifier]))
+            copies.append(Copy(identifier, evidence.voters[identifier]))
     votes = min_quorum // 2 + 1  # BOINC's rule: a majority of the quorum must agree
-    verdict = judge(copies, distances, tolerance, votes) if len(copies) >= min_quorum else None
+    enough = len(copies) >= min_quorum
+    verdict = judge(copies, evidence.distances, evidence.tolerance, votes) if enough else None
     if verdict is not None and verdict.canonical is not None:
         for identifier in verdict.valid:
             changes[identifier] = ResultChange(ValidateState.VALID)
         for identifier in verdict.invalid:
-            apart = distances[min(identifier, verdict.canonical), max(identifier, verdict.canonical)]
-            changes[identifier] = _compared(apart, tolerance)
+            changes[identifier] = evidence.compared(identifier, verdict.canonical)
         return Decision(
             changes,
             canonical=verdict.canonical,
@@ -178,7 +176,7 @@ def _quorum(
             },
             retire_unsent=True,
         )
-    return _no_consensus(workunit, len(copies), changes, [copy.identifier for copy in copies], now)
+    return _no_consensus(workunit, len(copies), changes, [copy.identifier for copy in copies], evidence.now)
 
 
 def _no_consensus(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from boinc_project.states import NEVER, AssimilateState, ErrorMask, Outcome, ServerState, ValidateState
-from validator.decision import HONEST_DISTANCE, Decision, ResultChange, Sanity, decide, needed
+from validator.decision import HONEST_DISTANCE, Decision, Evidence, ResultChange, Sanity, decide, needed
 
 NOW = 1_000_000
 UNIT = {
@@ -47,7 +47,7 @@ def run(
     good = sorted(i for i, (kind, _) in read.items() if kind == Sanity.GOOD)
     distances = {(i, j): abs(values.get(i, 0.0) - values.get(j, 0.0)) for i, j in itertools.combinations(good, 2)}
     who = {int(r["id"]): (voters or {}).get(int(r["id"]), f"user {r['id']}") for r in results}
-    return decide(workunit, results, read, distances, 1.0, who, NOW)
+    return decide(Evidence(workunit, results, read, distances, 1.0, who, NOW))
 
 
 CANONICAL = {"canonical_resultid": 1}
@@ -196,7 +196,7 @@ def test_a_small_disagreement_is_told_from_another_computation(apart: float, dif
     unit = {**UNIT, **(CANONICAL if late else {})}
     read = dict.fromkeys(needed(unit, results), GOOD)
     distances = {(1, 2): 0.0, (1, 3): apart, (2, 3): apart}
-    found = decide(unit, results, read, distances, 0.001, {1: "a", 2: "b", 3: "c"}, NOW)
+    found = decide(Evidence(unit, results, read, distances, 0.001, {1: "a", 2: "b", 3: "c"}, NOW))
     assert found.results[3].validate_state == ValidateState.INVALID
     assert found.results[3].differs is differs and not found.results[2].differs
 
