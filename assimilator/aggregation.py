@@ -88,9 +88,12 @@ def _add(sums: dict[str, Array], key: str, update: OpenUpdate, name: str, weight
     if first:
         sums[key] = np.empty(update.types[name].shape, np.float64)
     total = sums[key].reshape(-1)
+    room = np.empty(0, np.float64)
     for where, values in update.pieces(name):
-        term = np.multiply(values, weight, dtype=np.float64)
         if first:
-            total[where] = term
-        else:
-            total[where] += term
+            np.multiply(values, weight, out=total[where], dtype=np.float64)
+            continue
+        if room.size < values.size:
+            room = np.empty(values.size, np.float64)
+        term = np.multiply(values, weight, out=room[: values.size], dtype=np.float64)
+        total[where] += term

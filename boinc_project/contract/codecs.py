@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 CODES_SUFFIX = "#codes"
 SCALES_SUFFIX = "#scales"
 MAX_BLOCK = 1 << 20
-PIECE_ELEMENTS = 1 << 16  # decoded at a time where a whole tensor would cost memory
+PIECE_ELEMENTS = 1 << 15  # decoded at a time where a whole tensor would cost memory
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -177,6 +178,7 @@ class BenchProject:
             update_rows(connection, database.result, ("id",), result_rows)  # type: ignore[arg-type]
             update_rows(connection, database.workunit, ("id",), unit_rows)  # type: ignore[arg-type]
             update_rows(connection, gt_microtask, ("workunit_name",), task_rows)  # type: ignore[arg-type]
+        os.sync()  # the uploads of a project have long reached its disk; a daemon must not be measured writing them
         return sorted(ids)
 
     def hand_over(self, ids: list[int]) -> None:
