@@ -204,16 +204,17 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
         target = store.version_row(connection, found.id, version)
     if target is None or version > found.current_version:
         raise Mistake(f"job {name!r} has no version {version}; it has versions 0 to {found.current_version}")
-    # The state must be published again before workunits name it; files come before rows.
     read_state(found, version, str(target["state_sha256"]))
     data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
     from work_generator.publish import Publisher
 
-    published = Publisher(tree, found.name).state(version, data)
     with database.transaction() as connection:
         locked = store.lock_job(connection, found.id)
         if locked is None or locked["current_version"] != found.current_version:
             raise Mistake(f"job {name!r} went on meanwhile; pause it first, then roll it back")
+        # The state must be published again before workunits name it. Under the lock, or the generator could
+        # retire the file between its publication and its row.
+        published = Publisher(tree, found.name).state(version, data)
         store.record_file(connection, found.id, "state", published, version=version)
         connection.execute(sa.delete(gt_version).where(gt_version.c.job_id == found.id, gt_version.c.version > version))
         connection.execute(sa.delete(gt_round).where(gt_round.c.job_id == found.id, gt_round.c.version > version))
