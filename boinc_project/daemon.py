@@ -193,7 +193,7 @@ def _seconds(text: str, option: str, program: str) -> float:
 
 
 class _BoincFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.1234 [PID=77] [CRITICAL] text`, in UTC, as lib/msg_log.cpp writes it."""
+    """`2026-01-31 12:00:00.1234 UTC [PID=77] [CRITICAL] text`, as lib/msg_log.cpp writes it."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.created))
@@ -201,7 +201,7 @@ class _BoincFormatter(logging.Formatter):
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
-        parts = [f"{stamp}.{int(record.created % 1 * 10_000):04d}", f"[PID={record.process}]", kind, text]
+        parts = [f"{stamp}.{int(record.created % 1 * 10_000):04d} UTC", f"[PID={record.process}]", kind, text]
         return " ".join(part for part in parts if part)
 
 

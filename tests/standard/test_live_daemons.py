@@ -25,7 +25,7 @@ from tests.live_project import APP, VARIABLE, LiveProject
 EVERY_DAEMON = pytest.mark.parametrize("name", DAEMONS)
 NOTHING_TO_DO = ("--mod", "2000000011", "2000000010")
 PATIENCE_S = 60.0
-LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{4} (UTC )?\[PID=\d+ *\] ")
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{4} UTC \[PID=\d+ *\] ")
 
 
 def daemon_environment(project: LiveProject) -> dict[str, str]:

@@ -121,7 +121,7 @@ def test_log_lines_have_boinc_s_form(capsys: pytest.CaptureFixture[str]) -> None
         root.handlers[:] = handlers
         root.setLevel(level)
     lines = capsys.readouterr().err.splitlines()
-    stamp = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{{4}} \[PID={os.getpid()}\] "
+    stamp = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{{4}} UTC \[PID={os.getpid()}\] "
     expected = ["normal", r"\[warning\] odd", r"\[CRITICAL\] bad"]
     assert len(lines) == 3
     for line, text in zip(lines, expected, strict=True):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from boinc_project.processes import LOG_DIRECTORY, gravest_words
 
-LOG = """2026-11-30 05:32:39.5498 [PID=41] Starting; project /x
-2026-11-30 05:32:40.0000 [PID=41] [warning] the database does not answer; trying again in 2 s
+LOG = """2026-11-30 05:32:39.5498 UTC [PID=41] Starting; project /x
+2026-11-30 05:32:40.0000 UTC [PID=41] [warning] the database does not answer; trying again in 2 s
 {critical}
 Traceback (most recent call last):
-2026-11-30 05:40:00.0000 [PID=41] [warning] something newer and milder
+2026-11-30 05:40:00.0000 UTC [PID=41] [warning] something newer and milder
 """
-CRITICAL = "2026-11-30 05:32:41.0000 [PID=41] [CRITICAL] the disk is almost full"
+CRITICAL = "2026-11-30 05:32:41.0000 UTC [PID=41] [CRITICAL] the disk is almost full"
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -29,5 +29,5 @@ def test_the_newest_critical_line_of_any_daemon_is_told_before_newer_warnings(tm
 
 def test_quiet_logs_or_none_say_nothing(tmp_path: Path) -> None:
     assert gravest_words(tmp_path) == ""
-    write(tmp_path, "server", "no log line of a daemon\n" + "2026-11-30 05:32:39.5498 [PID=41] all is well\n")
+    write(tmp_path, "server", "no log line of a daemon\n" + "2026-11-30 05:32:39.5498 UTC [PID=41] all is well\n")
     assert gravest_words(tmp_path) == ""
