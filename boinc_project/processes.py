@@ -28,7 +28,7 @@ STOP_PATIENCE_S = 15.0
 FIRST_RESTART_S = 1.0
 LAST_RESTART_S = 60.0
 LINES_LOOKED_AT = 500
-_COMPLAINT = re.compile(r"(\d{4}-\d\d-\d\d [\d:.]+) UTC \[PID=\d+\] \[(CRITICAL|warning)\] (.*)")  # as daemon.py writes it
+_COMPLAINT = re.compile(r"(\d{4}-\d\d-\d\d [\d:.]+) UTC \[PID=\d+\] \[(CRITICAL|warning)\] (.*)")  # see daemon.py
 HEALTHY_S = 60.0  # a process that ran so long is started again without the pauses of earlier restarts
 
 
