@@ -9,11 +9,13 @@ second validator, or a late report can neither lose nor double a grant, and no l
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,12 +132,15 @@ class Validator:
 
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
-        worked = False
         self.jobs.clear()
         with outside_faults():
-            for waiting in self._waiting():
-                for start in range(0, len(waiting), BATCH):
-                    worked |= self._handle(waiting[start : start + BATCH])
+            worked, again = self._handle(self._waiting())
+            for _ in range(MAX_RESTARTS - 1):
+                if again:
+                    more, again = self._handle([again])
+                    worked |= more
+        for identifier in again:
+            log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
         return worked
 
     def _waiting(self) -> Iterator[list[int]]:
@@ -152,25 +157,34 @@ class Validator:
                 self.handled += len(mine)
             yield mine
 
-    def _handle(self, identifiers: Sequence[int]) -> bool:
-        """Judge and write these workunits; those that changed under our hands once more, a few times."""
-        worked = False
-        for _ in range(MAX_RESTARTS):
-            if not identifiers:
-                return worked
-            again: list[int] = []
-            for verdicts in self._judged(self._read(identifiers)):
-                if self.options.dry_run:
+    def _handle(self, pages: Iterable[Sequence[int]]) -> tuple[bool, list[int]]:
+        """Judge and write these workunits: whether any was decided, and those that changed under our hands.
+
+        While the database works on one batch, the next one is judged.
+        """
+        worked, again = False, []
+        with ThreadPoolExecutor(1, "writer") as writer:
+            writing: tuple[int, Future[list[int]]] | None = None
+            for verdicts in itertools.chain(self._verdicts(pages), [None]):
+                if writing is not None:
+                    count, changed = writing[0], writing[1].result()
+                    again += changed
+                    worked |= len(changed) < count
+                    writing = None
+                if verdicts:
+                    writing = len(verdicts), writer.submit(self._written, verdicts)
+        return worked, again
+
+    def _verdicts(self, pages: Iterable[Sequence[int]]) -> Iterator[list[Verdict]]:
+        """What is to be written, by batches; a dry run only tells it."""
+        for page in pages:
+            for first in range(0, len(page), BATCH):
+                for verdicts in self._judged(self._read(page[first : first + BATCH])):
+                    if not self.options.dry_run:
+                        yield verdicts
+                        continue
                     for each in verdicts:
                         log.info("%s would be decided: %s", each.case, each.decision)
-                    continue
-                changed = self._written(verdicts)
-                again += changed
-                worked |= len(changed) < len(verdicts)
-            identifiers = again
-        for identifier in identifiers:
-            log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
-        return worked
 
     # Reading.
 
