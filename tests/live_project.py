@@ -2,7 +2,8 @@
 
 The project is named by BOINC_PROJECT_DIR; it runs (bin/start), has our app installed and published, and its URLs
 can be reached from here. The tests make users, a team, hosts and a job of their own and remove them afterwards.
-What stays is what BOINC keeps of any work done: its logs, its next ids, and statistics of the app version.
+What stays is what BOINC keeps of any work done: its logs, its next ids, statistics of the app version, and the
+credit of other volunteers who took some of the job's tasks.
 """
 
 from __future__ import annotations
