@@ -275,7 +275,7 @@ class WorkunitSection:
     max_total_results: int = _key(
         _integer(1, 200, 12), "copies of all kinds after which the workunit fails", default=12
     )
-    max_success_results: int = _key(_integer(1, 100, 6), "successes without agreement after which it fails", default=6)
+    max_success_results: int = _key(_integer(1, 20, 6), "successes without agreement after which it fails", default=6)
     delay_bound_s: int = _key(_integer(60, MAX_SECONDS, 86400), "deadline of a copy, seconds", default=86400)
     priority: int = _key(_integer(-1000, 1000, 0), "BOINC's priority of the workunit", default=0)
     tolerance: float = _key(

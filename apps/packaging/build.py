@@ -164,6 +164,7 @@ def build_app(
         raise BuildError(f"the version must look like 1.00 (BOINC's MAJOR.MINOR), not {version!r}")
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"this builds for {PLATFORM} only, and must run there; here is {platform.platform()}")
+    cache_dir = None if cache_dir is None else cache_dir.resolve()  # PyInstaller runs in another folder
     check_tools()
     check_numpy(numpy_baseline())
     report("checking", 0.0)

@@ -145,6 +145,8 @@ def doctor(project_dir: Path | None) -> None:
         click.echo(" ".join(str(finding).split()))
     errors = sum(finding.severity == Severity.ERROR for finding in found)
     warnings = sum(finding.severity == Severity.WARNING for finding in found)
-    click.echo(f"{directory}: {errors} errors, {warnings} warnings, {len(found) - errors - warnings} notes")
+    notes = len(found) - errors - warnings
+    counts = ((errors, "error"), (warnings, "warning"), (notes, "note"))
+    click.echo(f"{directory}: " + ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts))
     if errors:
         raise SystemExit(1)

@@ -101,6 +101,20 @@ def export_job(job: Job) -> ExportedJob:
     )
 
 
+def _check_that_it_can_learn(graph: Graph) -> None:
+    """Refuse a job whose gradients are the same numbers whatever the parameters and the batch are."""
+    varying = {number for number, each in enumerate(graph.inputs) if each.kind in ("parameter", "batch", "mask")}
+    value = len(graph.inputs)
+    for node in graph.nodes:
+        depends = any(number in varying for number in node.inputs)
+        for _ in node.outputs:
+            if depends:
+                varying.add(value)
+            value += 1
+    if not any(output.value in varying for output in graph.outputs if output.kind == "gradient"):
+        raise ExportError("no parameter of the model influences the loss; compute the loss from what the model returns")
+
+
 def export_gradient(
     model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], folder: Path | None = None
 ) -> ExportedGraph:
@@ -111,7 +125,9 @@ def export_gradient(
     """
     trace = trace_gradient(model, loss, batch, folder)
     unchanged = _unchanged_buffers(trace)
-    return _translated(trace, unchanged, "gradient", random=True)
+    made = _translated(trace, unchanged, "gradient", random=True)
+    _check_that_it_can_learn(made.graph)
+    return made
 
 
 def export_evaluation(

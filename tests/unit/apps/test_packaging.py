@@ -105,3 +105,19 @@ def test_a_version_folder_holds_for_update_versions_only_what_volunteers_need(
     (read,) = app_versions.find_versions(tmp_path / "apps")
     assert (read.app_name, read.version_num, read.platform) == (app, 102, build.PLATFORM)
     assert read.plan_class == plan_class and read.files[0].physical_name == made.program.name
+
+
+def test_a_relative_cache_is_where_the_user_stands_and_not_where_the_build_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Path] = []
+
+    def stop(_entry: Path, work: Path, *_rest: object) -> Path:
+        places.append(work)
+        raise build.BuildError("far enough")
+
+    monkeypatch.setattr(build, "run_pyinstaller", stop)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(build.BuildError, match="far enough"):
+        build.build_app(tmp_path / "made", version="1.0", cache_dir=Path("cache"))
+    assert places[0].is_absolute() and places[0].is_relative_to(tmp_path / "cache")

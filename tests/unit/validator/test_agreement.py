@@ -216,3 +216,16 @@ def test_pair_distances_are_those_of_every_pair() -> None:
     found = pair_distances(updates)
     assert set(found) == {(3, 5), (3, 7), (5, 7)}
     assert found[3, 7] < TOLERANCE < found[3, 5]
+
+
+def test_many_copies_that_all_differ_or_form_many_camps_are_judged_in_moments() -> None:
+    """Whoever owns many accounts must not be able to stop the validator: exponential searches would never end here."""
+    for copies in (21, 60):
+        ids = [Copy(i, f"user {i}") for i in range(copies)]
+        apart = {(i, j): 9.0 for i in range(copies) for j in range(i + 1, copies)}
+        assert judge(ids, apart, 1.0, 2).canonical is None
+        assert judge(ids, dict.fromkeys(apart, 0.0), 1.0, 2).valid == frozenset(range(copies))
+    ids = [Copy(i, f"user {i}") for i in range(21)]  # the most groups there can be: everybody disagrees with two
+    apart = {(i, j): 9.0 if i // 3 == j // 3 else 0.5 for i in range(21) for j in range(i + 1, 21)}
+    verdict = judge(ids, apart, 1.0, 2)
+    assert verdict.canonical is None or len(verdict.valid) == 19

@@ -180,3 +180,9 @@ class Choosy(nn.Module):
 def test_cures_for_models_that_look_at_values_are_tried_before_refusing(cure: str) -> None:
     export_gradient(Choosy(cure), lambda m, b: m(b["x"]).sum(1), batch(), HERE)
     assert not torch.compiler.is_exporting()
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: b["x"].mean(1), lambda m, b: m(b["x"]).detach().sum(1)])
+def test_a_loss_that_no_parameter_influences_is_refused(loss: Callable[..., Tensor]) -> None:
+    with pytest.raises(ExportError, match="no parameter of the model influences the loss; compute the loss from"):
+        export_gradient(model(), loss, batch(), HERE)
