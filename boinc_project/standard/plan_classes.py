@@ -33,6 +33,19 @@ class PlanClass:
         return ["<plan_class>", f"    <name>{self.name}</name>", *body, "</plan_class>"]
 
 
+def _opencl(name: str, processor: str, gpu_type: str, about: str) -> PlanClass:
+    elements = (
+        ("gpu_type", gpu_type),
+        ("opencl", ""),
+        ("min_opencl_version", "101"),
+        ("min_gpu_ram_mb", "900"),
+        ("gpu_ram_used_mb", "700"),
+        ("cpu_frac", "0.3"),
+        ("gpu_peak_flops_scale", "0.1"),
+    )
+    return PlanClass(name=name, processor=processor, about=about, elements=elements)
+
+
 # Memory is what the smallest useful card has left beside its display; a job's own need stands in its workunits.
 # gpu_peak_flops_scale: the share of peak speed that training reaches, for the first estimate of a task's time;
 # BOINC replaces it by what it measures.
@@ -52,48 +65,9 @@ CLASSES = (
             ("gpu_peak_flops_scale", "0.2"),
         ),
     ),
-    PlanClass(
-        name="opencl_nvidia_gt",
-        processor="nvidia",
-        about="NVIDIA cards through OpenCL",
-        elements=(
-            ("gpu_type", "nvidia"),
-            ("opencl", ""),
-            ("min_opencl_version", "101"),
-            ("min_gpu_ram_mb", "900"),
-            ("gpu_ram_used_mb", "700"),
-            ("cpu_frac", "0.3"),
-            ("gpu_peak_flops_scale", "0.1"),
-        ),
-    ),
-    PlanClass(
-        name="opencl_ati_gt",
-        processor="amd",
-        about="AMD and ATI cards through OpenCL, from the Radeon HD 5000 series on",
-        elements=(
-            ("gpu_type", "ati"),
-            ("opencl", ""),
-            ("min_opencl_version", "101"),
-            ("min_gpu_ram_mb", "900"),
-            ("gpu_ram_used_mb", "700"),
-            ("cpu_frac", "0.3"),
-            ("gpu_peak_flops_scale", "0.1"),
-        ),
-    ),
-    PlanClass(
-        name="opencl_intel_gpu_gt",
-        processor="intel_gpu",
-        about="Intel's graphics through OpenCL",
-        elements=(
-            ("gpu_type", "intel_gpu"),
-            ("opencl", ""),
-            ("min_opencl_version", "101"),
-            ("min_gpu_ram_mb", "900"),
-            ("gpu_ram_used_mb", "700"),
-            ("cpu_frac", "0.3"),
-            ("gpu_peak_flops_scale", "0.1"),
-        ),
-    ),
+    _opencl("opencl_nvidia_gt", "nvidia", "nvidia", "NVIDIA cards through OpenCL"),
+    _opencl("opencl_ati_gt", "amd", "ati", "AMD and ATI cards through OpenCL, from the Radeon HD 5000 series on"),
+    _opencl("opencl_intel_gpu_gt", "intel_gpu", "intel_gpu", "Intel's graphics through OpenCL"),
 )
 
 
