@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,7 +29,7 @@ from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job, gt_microtask
 from boinc_project.processes import Processes
 from boinc_project.project_tree import ProjectTree, create_project
-from boinc_project.rows import update_rows
+from boinc_project.rows import Key, update_rows
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import NEVER, AssimilateState, Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
@@ -98,6 +98,24 @@ min_quorum = 2
 """
 
 
+@dataclass(frozen=True)
+class OpenWorkunit:
+    """A workunit that waits for results: its microtask's row, and its results (id, workunitid, xml_doc_in) by id."""
+
+    id: int
+    task: store.Row
+    results: list[store.Row]
+
+
+def reported(unit_id: int, copy: int, now: int) -> dict[str, Any]:
+    """Columns of a result that one of the HOSTS reported as a success; the copies of a workunit have unlike hosts."""
+    host = (unit_id + copy * HOSTS // 2) % HOSTS + 1
+    return {
+        "server_state": int(ServerState.OVER), "outcome": int(Outcome.SUCCESS), "hostid": host, "userid": host,
+        "sent_time": now - 60, "received_time": now, "app_version_id": 1,
+    }  # fmt: skip
+
+
 @dataclass
 class BenchProject:
     """A project on MariaDB in a scratch folder."""
@@ -136,50 +154,54 @@ class BenchProject:
         generator.one_pass()
         Transitioner(self.db, self.tree.config, upload_key=self.tree.upload_private()).run_once()
 
+    def open_workunits(self, job_id: int) -> list[OpenWorkunit]:
+        """The issued and unanswered workunits of a job, each with its two results, by id."""
+        open_tasks = sa.select(gt_microtask).where(gt_microtask.c.job_id == job_id, gt_microtask.c.state == "issued")
+        columns = (database.result.c.id, database.result.c.workunitid, database.result.c.xml_doc_in)
+        with self.db.read() as connection:
+            tasks = {str(row["workunit_name"]): dict(row) for row in connection.execute(open_tasks).mappings()}
+            units = {int(row["id"]): tasks[name] for name, row in store.workunits_named(connection, tasks).items()}
+            results: dict[int, list[store.Row]] = {identifier: [] for identifier in units}
+            for row in connection.execute(sa.select(*columns).order_by(database.result.c.id)).mappings():
+                if row["workunitid"] in results:
+                    results[int(row["workunitid"])].append(dict(row))
+        for identifier, copies in results.items():
+            if len(copies) != 2:
+                raise BenchmarkFailed(f"workunit {identifier} has {len(copies)} results, not 2")
+        return [OpenWorkunit(identifier, units[identifier], results[identifier]) for identifier in sorted(units)]
+
+    def upload(self, row: store.Row, data: bytes) -> None:
+        """The output file of a result, where a client's upload would be."""
+        (file,) = templates.output_files(str(row["xml_doc_in"]))
+        path = self.tree.upload_path(file.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
     def answer(self, job_id: int) -> list[int]:
         """Validated results for all open workunits of a job, not yet handed to the assimilator; their ids."""
         job = self.job(job_id)
-        with self.db.read() as connection:
-            tasks = connection.execute(
-                sa.select(gt_microtask).where(gt_microtask.c.job_id == job_id, gt_microtask.c.state == "issued")
-            )
-            by_name = {str(row["workunit_name"]): dict(row) for row in tasks.mappings()}
-            units = store.workunits_named(connection, by_name)
-            ids = {int(row["id"]): name for name, row in units.items()}
-            results: dict[int, list[store.Row]] = {}
-            for row in connection.execute(sa.select(database.result)).mappings():
-                if row["workunitid"] in ids:
-                    results.setdefault(int(row["workunitid"]), []).append(dict(row))
         draws = np.random.default_rng(2)
         now = int(time.time())
-        result_rows, unit_rows, task_rows = {}, {}, {}
-        for identifier, name in ids.items():
-            task = by_name[name]
-            data = synthetic_update(job, task, draws)
-            copies = sorted(results[identifier], key=lambda row: int(row["id"]))
-            if len(copies) != 2:
-                raise BenchmarkFailed(f"workunit {name} has {len(copies)} results, not 2")
-            for number, row in enumerate(copies):
-                (file,) = templates.output_files(str(row["xml_doc_in"]))
-                path = self.tree.upload_path(file.name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
-                host = (identifier + number * HOSTS // 2) % HOSTS + 1
-                result_rows[(int(row["id"]),)] = {
-                    "server_state": int(ServerState.OVER), "outcome": int(Outcome.SUCCESS),
-                    "validate_state": int(ValidateState.VALID), "granted_credit": 1.0, "hostid": host, "userid": host,
-                    "sent_time": now - 60, "received_time": now, "app_version_id": 1,
-                }  # fmt: skip
-            unit_rows[(identifier,)] = {
-                "canonical_resultid": int(copies[0]["id"]), "canonical_credit": 1.0, "transition_time": NEVER,
+        opened = self.open_workunits(job_id)
+        result_rows: dict[Key, store.Row] = {}
+        unit_rows: dict[Key, store.Row] = {}
+        task_rows: dict[Key, store.Row] = {}
+        for unit in opened:
+            data = synthetic_update(job, unit.task, draws)
+            for number, row in enumerate(unit.results):
+                self.upload(row, data)
+                judged = {"validate_state": int(ValidateState.VALID), "granted_credit": 1.0}
+                result_rows[(int(row["id"]),)] = {**reported(unit.id, number, now), **judged}
+            canonical = int(unit.results[0]["id"])
+            unit_rows[(unit.id,)] = {
+                "canonical_resultid": canonical, "canonical_credit": 1.0, "transition_time": NEVER,
             }  # fmt: skip
-            task_rows[(name,)] = {"canonical_sha256": hashlib.sha256(data).hexdigest()}
+            task_rows[(str(unit.task["workunit_name"]),)] = {"canonical_sha256": hashlib.sha256(data).hexdigest()}
         with self.db.transaction() as connection:
-            update_rows(connection, database.result, ("id",), result_rows)  # type: ignore[arg-type]
-            update_rows(connection, database.workunit, ("id",), unit_rows)  # type: ignore[arg-type]
-            update_rows(connection, gt_microtask, ("workunit_name",), task_rows)  # type: ignore[arg-type]
-        os.sync()  # the uploads of a project have long reached its disk; a daemon must not be measured writing them
-        return sorted(ids)
+            update_rows(connection, database.result, ("id",), result_rows)
+            update_rows(connection, database.workunit, ("id",), unit_rows)
+            update_rows(connection, gt_microtask, ("workunit_name",), task_rows)
+        return [unit.id for unit in opened]
 
     def hand_over(self, ids: list[int]) -> None:
         """Make these workunits ready to assimilate, as the validator does, all at once."""

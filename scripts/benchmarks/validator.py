@@ -20,14 +20,23 @@ import numpy as np
 import pymysql
 import sqlalchemy as sa
 
-from boinc_project import database, store, templates
-from boinc_project.contract.microtask import Microtask
+from boinc_project import database, store
+from boinc_project.contract.microtask import essentials
 from boinc_project.contract.update import read_update, write_update
-from boinc_project.gt_tables import JobState, gt_microtask
-from boinc_project.rows import update_rows
-from boinc_project.states import NEVER, Outcome, ServerState, ValidateState
+from boinc_project.gt_tables import JobState
+from boinc_project.rows import Key, update_rows
+from boinc_project.states import NEVER, ValidateState
+from boinc_project.store import JobRow
 from scripts.benchmarks.common import BenchmarkFailed, commit_latency, scratch, shown
-from scripts.benchmarks.jobs import HOSTS, BenchProject, daemon, project_on_mariadb, synthetic_update, wait_until
+from scripts.benchmarks.jobs import (
+    HOSTS,
+    BenchProject,
+    daemon,
+    project_on_mariadb,
+    reported,
+    synthetic_update,
+    wait_until,
+)
 
 SMALL_WIDTH, SMALL_LAYERS = 16, 2  # 544 parameters
 LARGE_WIDTH, LARGE_LAYERS = 387, 2  # 300,312 parameters
@@ -72,10 +81,12 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def _add_volunteers(project: BenchProject) -> None:
     now = int(time.time())
     ids = range(1, HOSTS + 1)
-    made = [(database.team, {"name": f"team {n}", "userid": n}) for n in range(1, TEAMS + 1)]
     with project.db.transaction() as connection:
-        for number, (table, values) in enumerate(made, 1):
-            connection.execute(table.insert(), database.new_row(table, id=number, create_time=now, **values))
+        teams = [
+            database.new_row(database.team, id=n, create_time=now, name=f"team {n}", userid=n)
+            for n in range(1, TEAMS + 1)
+        ]
+        connection.execute(database.team.insert(), teams)
         users = [
             database.new_row(
                 database.user, id=n, create_time=now, email_addr=f"u{n}@example.org", name=f"u{n}",
@@ -107,51 +118,31 @@ def _reported(project: BenchProject, folder: Path, name: str, width: int, layers
 
 def _reported_of(project: BenchProject, job_id: int) -> list[int]:
     job, now, draws = project.job(job_id), int(time.time()), np.random.default_rng(3)
-    with project.db.read() as connection:
-        tasks = connection.execute(sa.select(gt_microtask).where(gt_microtask.c.job_id == job_id)).mappings().all()
-        units = store.workunits_named(connection, [str(task["workunit_name"]) for task in tasks])
-        ids = {int(row["id"]): name for name, row in units.items()}
-        results: dict[int, list[store.Row]] = {}
-        query = sa.select(database.result.c.id, database.result.c.workunitid, database.result.c.xml_doc_in)
-        for row in connection.execute(query.order_by(database.result.c.id)).mappings():
-            if row["workunitid"] in ids:
-                results.setdefault(int(row["workunitid"]), []).append(dict(row))
-    by_name = {str(task["workunit_name"]): dict(task) for task in tasks}
-    result_rows = {}
-    for identifier, unit_name in ids.items():
-        first = synthetic_update(job, by_name[unit_name], draws)
-        for number, row in enumerate(results[identifier]):
-            (file,) = templates.output_files(str(row["xml_doc_in"]))
-            path = project.tree.upload_path(file.name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_rounded_otherwise(project, job_id, by_name[unit_name], first) if number else first)
-            host = (identifier + number * HOSTS // 2) % HOSTS + 1
-            result_rows[(int(row["id"]),)] = {
-                "server_state": int(ServerState.OVER), "outcome": int(Outcome.SUCCESS), "hostid": host, "userid": host,
-                "sent_time": now - 60, "received_time": now, "elapsed_time": 30.0, "flops_estimate": 2e9,
-                "app_version_id": 1,
-            }  # fmt: skip
+    opened = project.open_workunits(job_id)
+    result_rows: dict[Key, store.Row] = {}
+    for unit in opened:
+        first = synthetic_update(job, unit.task, draws)
+        for number, row in enumerate(unit.results):
+            project.upload(row, _rounded_otherwise(job, unit.task, first) if number else first)
+            claims = {"elapsed_time": 30.0, "flops_estimate": 2e9}
+            result_rows[(int(row["id"]),)] = {**reported(unit.id, number, now), **claims}
     with project.db.transaction() as connection:
-        update_rows(connection, database.result, ("id",), result_rows)  # type: ignore[arg-type]
+        update_rows(connection, database.result, ("id",), result_rows)
         never = {"transition_time": NEVER}
-        update_rows(connection, database.workunit, ("id",), {(identifier,): never for identifier in ids})
-    return sorted(ids)
+        update_rows(connection, database.workunit, ("id",), {(unit.id,): never for unit in opened})
+    return [unit.id for unit in opened]
 
 
-def _rounded_otherwise(project: BenchProject, job_id: int, task: store.Row, data: bytes) -> bytes:
+def _rounded_otherwise(job: JobRow, task: store.Row, data: bytes) -> bytes:
     """The same update as another machine would have it: every number off by some units of the last place."""
-    microtask = Microtask.from_json(str(task["document"]).encode())
-    types = project.job(job_id).folder.update_types(microtask.mode, microtask.steps) if job_id not in _types else None
-    kinds = _types.setdefault(job_id, types or {})
-    found = read_update(data, kinds, microtask.codec, str(task["digest"]))
+    microtask = essentials(str(task["document"]))
+    types = job.folder.update_types(microtask.mode, microtask.steps)
+    found = read_update(data, types, microtask.codec, str(task["digest"]))
     tensors = {
         name: array if name.startswith("metric/") else (array * np.float32(1 + 3e-7)).astype(np.float32)
         for name, array in found.tensors.items()
     }
-    return write_update(tensors, kinds, found.metadata, microtask.codec)
-
-
-_types: dict[int, dict] = {}  # type: ignore[type-arg]
+    return write_update(tensors, types, found.metadata, microtask.codec)
 
 
 def _administrator(project: BenchProject) -> pymysql.Connection[pymysql.cursors.Cursor]:
