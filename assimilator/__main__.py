@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from assimilator.intake import Case, Outcome
 from boinc_project import store
-from boinc_project.daemon import Options, Stopper
+from boinc_project.daemon import Options, Patience, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
-from boinc_project.database import Database, is_conflict, is_lost
+from boinc_project.database import Database, is_lost
 from boinc_project.durable import FileBatch
 from boinc_project.gt_tables import JobState
 from boinc_project.project_tree import ProjectTree
@@ -36,9 +35,6 @@ ABOUT = "Takes validated gradients into the ledger and publishes new model versi
 DEFAULT_SLEEP_S = 5.0
 WORKUNITS_PER_BATCH = 200  # they share two waits for the disk and one commit
 READERS = 2  # threads that read and check payloads
-MAX_CONFLICTS = 5
-PARK_AFTER = 3  # unexpected exceptions for one workunit
-RETRY_S = 60.0
 M_MMAP_THRESHOLD = -3  # mallopt(3)
 
 log = logging.getLogger("assimilator")
@@ -55,8 +51,7 @@ class Assimilator:
     stopper: Stopper
     applier: Applier
     evaluator: Evaluator
-    not_before: dict[int, float] = field(default_factory=dict)
-    failures: dict[int, int] = field(default_factory=dict)
+    patience: Patience = field(default_factory=Patience)
 
     def one_pass(self) -> bool:
         """Take in what is ready, advance every job; returns whether anything was done."""
@@ -88,7 +83,7 @@ class Assimilator:
                 seen = int(units[-1]["id"])
                 cases, foreign = intake.look_up(connection, [unit for unit in units if self._takes(unit)][:left], jobs)
             for unit in foreign:
-                self.not_before[int(unit["id"])] = float("inf")
+                self.patience.leave(int(unit["id"]))
                 log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", unit["id"], unit["name"])
             left = None if left is None else left - len(cases)
             if self.options.dry_run:
@@ -100,7 +95,7 @@ class Assimilator:
 
     def _takes(self, unit: store.Row) -> bool:
         identifier = int(unit["id"])
-        return self.options.takes(identifier) and self.not_before.get(identifier, 0.0) <= time.time()
+        return self.options.takes(identifier) and self.patience.allows(identifier)
 
     def _take_in(self, cases: Sequence[Case]) -> bool:
         """Keep the payloads of a batch, then write its rows, job by job; returns whether anything was done."""
@@ -119,43 +114,28 @@ class Assimilator:
         try:
             return intake.prepare(self.tree, case, files)
         except OSError as error:
-            self.not_before[case.id] = time.time() + RETRY_S
+            self.patience.later(case.id)
             log.warning("[WU#%d %s] storage is away (%s); later", case.id, case.name, error)
         except Exception:
-            self._failed(case)
+            self.patience.failed(case.id, "[WU#%d] intake failed", case.id)
         return None
 
     def _recorded(self, outcomes: Sequence[Outcome]) -> bool:
         """Write outcomes of one job in one transaction. If that fails, each is tried by itself."""
         job = outcomes[0].case.job
         try:
-            for attempt in range(MAX_CONFLICTS):
-                try:
-                    with self.database.transaction() as connection:
-                        lines = intake.record(connection, job, outcomes, time.time())
-                    break
-                except DBAPIError as error:
-                    if attempt + 1 == MAX_CONFLICTS or not is_conflict(error):
-                        raise
-                    time.sleep(random.uniform(0, 0.02) * (attempt + 1))
+            lines = self.database.repeated(lambda connection: intake.record(connection, job, outcomes, time.time()))
         except Exception as error:
             if isinstance(error, DBAPIError) and is_lost(error):
                 raise
             if len(outcomes) > 1:
                 done = [self._recorded([outcome]) for outcome in outcomes]
                 return any(done)
-            self._failed(outcomes[0].case)
+            self.patience.failed(outcomes[0].case.id, "[WU#%d] intake failed", outcomes[0].case.id)
             return False
         for line in lines:
             log.info("%s", line)
         return True
-
-    def _failed(self, case: Case) -> None:
-        """Note an unexpected fault with one workunit, from within the handler of its exception."""
-        count = self.failures[case.id] = self.failures.get(case.id, 0) + 1
-        parked = count >= PARK_AFTER
-        self.not_before[case.id] = float("inf") if parked else time.time() + RETRY_S
-        log.critical("[WU#%d] intake failed%s", case.id, "; it is parked" if parked else "", exc_info=True)
 
     def _advance(self) -> bool:
         with self.database.read() as connection:

@@ -213,17 +213,16 @@ def _judged_bytes(tree: ProjectTree, canonical: Row | None, digest: str) -> byte
     """The canonical file, if it still is the one the validator judged."""
     if canonical is None:
         raise PayloadChanged("its canonical result is not in the database")
-    names = [f.name for f in templates.output_files(str(canonical["xml_doc_in"] or "")) if f.open_name == UPDATE_FILE]
-    if not names:
+    name = templates.output_name(str(canonical["xml_doc_in"] or ""), UPDATE_FILE)
+    if not name:
         raise PayloadChanged("its result names no output file")
-    path = tree.upload_path(names[0])
+    path = tree.upload_path(name)
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        root = tree.config.upload_dir
-        if not root.is_dir() or not any(root.iterdir()):  # a mount point without its mount
-            raise OSError(f"the upload directory {root} is missing or empty") from error
-        raise PayloadChanged(f"{names[0]} is gone") from error
+        if not tree.has_uploads():
+            raise OSError(f"the upload directory {tree.config.upload_dir} is missing or empty") from error
+        raise PayloadChanged(f"{name} is gone") from error
     if hashlib.sha256(data).hexdigest() != digest:
-        raise PayloadChanged(f"{names[0]} was overwritten after validation")
+        raise PayloadChanged(f"{name} was overwritten after validation")
     return data

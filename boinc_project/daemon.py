@@ -25,6 +25,8 @@ EXIT_CONFIGURATION = 1  # BOINC's daemons use 1 for bad options, configuration a
 DEFAULT_DEBUG_LEVEL = 3
 FIRST_RETRY_S = 2.0
 LAST_RETRY_S = 300.0
+WORKUNIT_RETRY_S = 60.0
+PARK_AFTER = 3  # unexpected exceptions for one workunit; then it is left alone until the daemon restarts
 
 # BOINC's levels: messages at or below the debug level are written.
 _LEVELS = {1: logging.CRITICAL, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG}
@@ -253,6 +255,34 @@ class Stopper:
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 1.0))
             self.check()
+
+
+class Patience:
+    """Which workunits a daemon leaves alone: for a while, or until it is started again."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.not_before: dict[int, float] = {}  # by workunit id
+        self.failures: dict[int, int] = {}  # unexpected exceptions by workunit id
+
+    def allows(self, identifier: int) -> bool:
+        return self.not_before.get(identifier, 0.0) <= self._clock()
+
+    def later(self, identifier: int) -> None:
+        self.not_before[identifier] = self._clock() + WORKUNIT_RETRY_S
+
+    def leave(self, identifier: int) -> None:
+        self.not_before[identifier] = float("inf")
+
+    def failed(self, identifier: int, what: str, *arguments: object) -> None:
+        """Log an unexpected fault, from within its handler; the workunit is tried a few times and then left alone."""
+        count = self.failures[identifier] = self.failures.get(identifier, 0) + 1
+        if count < PARK_AFTER:
+            self.later(identifier)
+        else:
+            self.leave(identifier)
+            what += "; it is parked"
+        logging.getLogger("daemon").critical(what, *arguments, exc_info=True)
 
 
 def run_passes(options: Options, stopper: Stopper, one_pass: Callable[[], bool]) -> int:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Connection, Dialect, Engine, make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.expression import ColumnElement
 
@@ -737,12 +737,24 @@ class Database:
 
         `work` must have no effect but through the connection.
         """
+        return self._repeated(work, is_conflict, synced=synced, serializable=True)
+
+    def repeated(self, work: Callable[[Connection], _Made]) -> _Made:
+        """`work` in a transaction, done again when it gave way to another one, or when both inserted the same row.
+
+        `work` locks what it relies on, and has no effect but through the connection.
+        """
+        return self._repeated(work, lambda error: is_conflict(error) or isinstance(error, IntegrityError))
+
+    def _repeated(
+        self, work: Callable[[Connection], _Made], is_passing: Callable[[DBAPIError], bool], **options: bool
+    ) -> _Made:
         for attempt in range(1, CONFLICT_TRIES + 1):
             try:
-                with self.transaction(synced=synced, serializable=True) as connection:
+                with self.transaction(**options) as connection:
                     return work(connection)
             except DBAPIError as error:
-                if not is_conflict(error) or attempt == CONFLICT_TRIES:
+                if not is_passing(error) or attempt == CONFLICT_TRIES:
                     raise
                 # Of several that were in each other's way, one must come first.
                 time.sleep(random.uniform(0, min(0.001 * 2**attempt, CONFLICT_PAUSE_S)))

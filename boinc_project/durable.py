@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from boinc_project.contract.tensorfile import sync_folder
+
 LARGE = 64 << 10  # bytes of a file whose way to the disk begins at once, while others are still being made
 FEW = 4  # so many files are flushed one by one: their waits are shorter than those for a busy file system
 
@@ -130,12 +132,3 @@ def sync_device(descriptor: int) -> None:
     if _syncfs(descriptor) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,17 @@ class JobFacts:
         )
 
 
+@lru_cache(maxsize=64)
+def _update_types(graph: Path, _changed: int, mode: str, steps: int) -> Mapping[str, TensorType]:
+    """The types of updates over the graph in a file; its time of change is part of the key."""
+    return update_types(Graph.from_bytes(graph.read_bytes()), mode, steps)
+
+
 class JobFolder:
     """Paths and contents of one job's folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._types: dict[tuple[str, int], Mapping[str, TensorType]] = {}
 
     @property
     def gradient_graph_path(self) -> Path:
@@ -201,10 +206,8 @@ class JobFolder:
 
     def update_types(self, mode: str, steps: int) -> Mapping[str, TensorType]:
         """Name -> type of every tensor of an update of this mode with so many steps."""
-        key = (mode, steps)
-        if key not in self._types:
-            self._types[key] = update_types(self.gradient_graph, mode, steps)
-        return self._types[key]
+        path = self.gradient_graph_path
+        return _update_types(path, path.stat().st_mtime_ns, mode, steps)
 
     def write_version(
         self, version: int, state: Mapping[str, Array], optimizer: Mapping[str, Array]

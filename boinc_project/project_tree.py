@@ -20,6 +20,7 @@ from xml.sax.saxutils import escape
 
 from boinc_project import database, signing
 from boinc_project.config import ConfigError, ProjectConfig
+from boinc_project.contract.tensorfile import sync_folder
 from boinc_project.durable import FileBatch
 
 #: Longest physical file name: BOINC's name columns hold 191 characters, and a `.md5` or temporary
@@ -104,6 +105,13 @@ class ProjectTree:
     def upload_path(self, name: str) -> Path:
         """Path of an uploaded output file (its fan-out directory may not exist yet)."""
         return self._hierarchy(self.config.upload_dir, name)
+
+    def has_uploads(self) -> bool:
+        """Whether the upload directory can be read and holds anything (an empty one is a mount point without mount)."""
+        try:
+            return any(self.config.upload_dir.iterdir())
+        except OSError:
+            return False
 
     def app_file_path(self, name: str) -> Path:
         """Path of an application file: flat in the download directory."""
@@ -213,7 +221,7 @@ def publish(source: bytes | Path, path: Path, url: str, *, md5_file: bool = True
         temporary.unlink(missing_ok=True)
     if md5_file:
         _write_durably(path.with_name(path.name + ".md5"), f"{md5} {nbytes}\n".encode())
-    sync_directory(path.parent)
+    sync_folder(path.parent)
     return PublishedFile(name=path.name, url=url, md5=md5, nbytes=nbytes, path=path)
 
 
@@ -224,21 +232,10 @@ def _already_published(path: Path) -> ImmutableNameError:
 
 
 def _content(path: Path) -> bytes | None:
-    if not os.path.exists(path):
-        return None
     try:
         return path.read_bytes()
     except FileNotFoundError:
         return None
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _copy_durably(source: bytes | Path, target: Path) -> tuple[str, int]:

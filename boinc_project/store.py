@@ -142,26 +142,12 @@ def versions(connection: Connection, job_id: int) -> list[Row]:
 
 def record_file(connection: Connection, job_id: int, kind: str, file: Published, version: int | None = None) -> None:
     """Note a published file; noting the same file again (after a crash) changes nothing."""
-    known = connection.execute(sa.select(gt_file.c.state).where(gt_file.c.name == file.name)).scalar()
-    if known is None:
-        connection.execute(
-            sa.insert(gt_file).values(
-                name=file.name,
-                job_id=job_id,
-                kind=kind,
-                version=version,
-                sha256=file.sha256,
-                md5=file.md5,
-                bytes=file.size,
-                create_time=int(time.time()),
-                state=str(FileState.PUBLISHED),
-            )
-        )
-    elif known != FileState.PUBLISHED:
-        connection.execute(sa.update(gt_file).where(gt_file.c.name == file.name).values(state=str(FileState.PUBLISHED)))
+    record_files(connection, job_id, kind, [file], version)
 
 
-def record_files(connection: Connection, job_id: int, kind: str, files: Sequence[Published], version: int) -> None:
+def record_files(
+    connection: Connection, job_id: int, kind: str, files: Sequence[Published], version: int | None
+) -> None:
     """The same for many files of a version."""
     names = [(file.name,) for file in files]
     known = read_rows(connection, gt_file, ("name",), names, ("name", "state"))
@@ -273,12 +259,6 @@ def results_of(connection: Connection, workunit_id: int, lock: bool = False) -> 
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
-def lock_workunit(connection: Connection, workunit_id: int) -> Row | None:
-    query = sa.select(workunit).where(workunit.c.id == workunit_id).with_for_update()
-    row = connection.execute(query).mappings().first()
-    return None if row is None else dict(row)
-
-
 def ready_to_assimilate(
     connection: Connection, appid: int, limit: int, *, after: int = 0, mod: tuple[int, int] | None = None
 ) -> list[Row]:
@@ -305,28 +285,6 @@ def needing_validation(
     if mod is not None:
         query = query.where(workunit.c.id % mod[0] == mod[1])
     return [int(each) for each in connection.execute(query.order_by(workunit.c.id).limit(limit)).scalars()]
-
-
-def mark_assimilated(connection: Connection, workunit_id: int, now: int) -> bool:
-    """READY -> DONE and wake the transitioner; False if somebody else did it."""
-    done = connection.execute(
-        sa.update(workunit)
-        .where(workunit.c.id == workunit_id, workunit.c.assimilate_state == int(AssimilateState.READY))
-        .values(assimilate_state=int(AssimilateState.DONE), transition_time=now)
-    )
-    return done.rowcount == 1
-
-
-def retire_unsent(connection: Connection, workunit_id: int) -> None:
-    """Results that nobody was sent are not needed any more; one sent meanwhile stays with its host."""
-    connection.execute(
-        sa.update(result)
-        .where(
-            result.c.workunitid == workunit_id,
-            result.c.server_state.in_([int(ServerState.INACTIVE), int(ServerState.UNSENT)]),
-        )
-        .values(server_state=int(ServerState.OVER), outcome=int(Outcome.DIDNT_NEED))
-    )
 
 
 def commonest_error(connection: Connection, workunit_names: Sequence[str]) -> str:
@@ -364,12 +322,6 @@ def ledger_of_version(connection: Connection, job_id: int, base_version: int) ->
         .order_by(gt_ledger.c.slot, gt_ledger.c.workunit_name)
     )
     return [dict(row) for row in connection.execute(query).mappings()]
-
-
-def ledger_entry(connection: Connection, workunit_name: str) -> Row | None:
-    query = sa.select(gt_ledger).where(gt_ledger.c.workunit_name == workunit_name)
-    row = connection.execute(query).mappings().first()
-    return None if row is None else dict(row)
 
 
 def pending_entries(connection: Connection, job_id: int) -> list[Row]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +20,18 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError
 
 from boinc_project import store
 from boinc_project.contract.errors import InvalidResult, TransientError
-from boinc_project.contract.microtask import Essentials, essentials
-from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import update_types
+from boinc_project.contract.microtask import essentials
 from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
-from boinc_project.daemon import Options, Stopper, UsageError
+from boinc_project.daemon import Options, Patience, Stopper, UsageError
 from boinc_project.daemon_start import Started, outside_faults, run, start
-from boinc_project.database import Database, app, is_conflict, is_lost, result, workunit
+from boinc_project.database import Database, app, is_lost, result, workunit
 from boinc_project.gt_tables import gt_microtask
 from boinc_project.project_tree import ProjectTree
-from boinc_project.rows import read_rows, update_rows
+from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
 from validator.agreement import pair_distances
@@ -45,10 +42,7 @@ from validator.sanity import load
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
 DEFAULT_SLEEP_S = 5.0
 WORKUNITS_PER_PASS = 1000
-TRANSIENT_RETRY_S = 60.0
 MAX_RESTARTS = 5  # of one workunit in one pass, when rows change under our hands
-MAX_CONFLICTS = 10  # of one transaction with others' transactions
-PARK_AFTER = 3  # unexpected exceptions for one workunit; then it is left alone until the daemon restarts
 
 #: Workunits written in one transaction, and the seconds after which the first of them waits no longer.
 BATCH, BATCH_S = 100, 0.5
@@ -115,7 +109,7 @@ class Rules:
 
 @dataclass
 class Validator:
-    """The daemon's state; `not_before` holds back-off times of workunits by id."""
+    """The daemon's state."""
 
     options: Options
     tree: ProjectTree
@@ -124,11 +118,11 @@ class Validator:
     stopper: Stopper
     rules: Rules = field(default_factory=Rules)
     clock: Callable[[], float] = time.time
-    not_before: dict[int, float] = field(default_factory=dict)
-    failures: dict[int, int] = field(default_factory=dict)
-    types: dict[tuple[int, str, int], Mapping[str, TensorType]] = field(default_factory=dict)
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
+
+    def __post_init__(self) -> None:
+        self.patience = Patience(self.clock)
 
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
@@ -145,13 +139,13 @@ class Validator:
 
     def _waiting(self) -> Iterator[list[int]]:
         """Pages of the workunits that are ours to judge now; parked ones do not keep others from being seen."""
-        page, now = [0], self.clock()
+        page = [0]
         while page:
             with self.database.read() as connection:
                 page = store.needing_validation(
                     connection, self.appid, WORKUNITS_PER_PASS, after=page[-1], mod=self.options.mod
                 )
-            mine = [each for each in page if self.options.takes(each) and self.not_before.get(each, 0.0) <= now]
+            mine = [each for each in page if self.options.takes(each) and self.patience.allows(each)]
             if self.options.limit is not None:
                 mine = mine[: self.options.limit - self.handled]
                 self.handled += len(mine)
@@ -203,7 +197,7 @@ class Validator:
             task = tasks.get((str(unit["name"]),))
             job = None if task is None else self.jobs[int(task["job_id"])]
             if task is None or job is None:
-                self.not_before[identifier] = float("inf")
+                self.patience.leave(identifier)
                 log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", identifier, str(unit["name"]))
             else:
                 cases.append(Case(unit, results.get(identifier, []), task, job))
@@ -233,24 +227,18 @@ class Validator:
         except DBAPIError:
             raise
         except Exception:
-            self._failed(case)
+            self.patience.failed(case.id, "%s judging failed", case)
             return None
         if verdict.decision.retry:
-            self.not_before[case.id] = self.clock() + TRANSIENT_RETRY_S
+            self.patience.later(case.id)
             log.warning("%s %s; later", case, verdict.decision.note)
             return None
         return verdict
 
-    def _failed(self, case: Case) -> None:
-        count = self.failures[case.id] = self.failures.get(case.id, 0) + 1
-        parked = count >= PARK_AFTER
-        self.not_before[case.id] = float("inf") if parked else self.clock() + TRANSIENT_RETRY_S
-        log.critical("%s judging failed%s", case, "; it is parked" if parked else "", exc_info=True)
-
     def _judge(self, case: Case) -> Verdict:
         """Read the copies and decide."""
         microtask = essentials(str(case.task["document"]))
-        types = self._types_of(case.job, microtask)
+        types = case.job.folder.update_types(microtask.mode, microtask.steps)
         tensors: dict[int, Mapping[str, Any]] = {}
         digests: dict[int, str] = {}
         sanity: dict[int, tuple[Sanity, str]] = {}
@@ -273,12 +261,6 @@ class Validator:
         decision = decide(Evidence(case.unit, case.results, sanity, pair_distances(tensors), tolerance, voters, now))
         return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.graph_sha256[:16]}")
 
-    def _types_of(self, job: JobRow, microtask: Essentials) -> Mapping[str, TensorType]:
-        key = (job.id, microtask.mode, microtask.steps)
-        if key not in self.types:
-            self.types[key] = update_types(job.folder.gradient_graph, microtask.mode, microtask.steps)
-        return self.types[key]
-
     # Writing.
 
     def _written(self, verdicts: Sequence[Verdict]) -> list[int]:
@@ -288,32 +270,18 @@ class Validator:
         its own.
         """
         try:
-            changed = self._write_together(verdicts)
+            changed = self.database.repeated(lambda connection: self._write(connection, verdicts))
         except Exception as error:
             if isinstance(error, DBAPIError) and is_lost(error):
                 raise
             if len(verdicts) > 1:
                 return [identifier for each in verdicts for identifier in self._written([each])]
-            self._failed(verdicts[0].case)
+            self.patience.failed(verdicts[0].case.id, "%s judging failed", verdicts[0].case)
             return []
         for each in verdicts:
             if each.case.id not in changed:
                 _report(each)
         return sorted(changed)
-
-    def _write_together(self, verdicts: Sequence[Verdict]) -> set[int]:
-        """One transaction for all, repeated when it loses against somebody else's."""
-        for attempt in range(MAX_CONFLICTS):
-            try:
-                with self.database.transaction() as connection:
-                    return self._write(connection, verdicts)
-            except DBAPIError as error:
-                # A row of the books that two of us wanted to make at once is a conflict as well.
-                if attempt + 1 == MAX_CONFLICTS or not (is_conflict(error) or isinstance(error, IntegrityError)):
-                    raise
-                log.debug("conflict with another transaction (%s); again", error.orig)
-            time.sleep(random.uniform(0, 0.02) * (attempt + 1))
-        raise AssertionError("unreachable")
 
     def _write(self, connection: Connection, verdicts: Sequence[Verdict]) -> set[int]:
         """The statements of one transaction, in BOINC's order; returns the workunits that were left out."""
@@ -321,8 +289,8 @@ class Validator:
         kept = [each for each in verdicts if each.case.id not in changed]
         judged: list[Judged] = []
         unsent: list[int] = []
-        units: dict[tuple[int | str, ...], dict[str, Any]] = {}
-        digests: dict[tuple[int | str, ...], dict[str, Any]] = {}
+        units: dict[Key, store.Row] = {}
+        digests: dict[Key, store.Row] = {}
         for each in kept:
             unit, decision = each.case.unit, each.decision
             credit = self._credit(each)

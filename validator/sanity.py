@@ -64,19 +64,11 @@ def read_output(tree: ProjectTree, path: Path, max_bytes: int) -> bytes:
             raise InvalidResult(f"{path.name} has {status.st_size} bytes, more than {max_bytes}", fault="too_large")
         return path.read_bytes()
     except _ABSENT as error:
-        if not _storage_is_there(tree.config.upload_dir):
+        if not tree.has_uploads():
             raise TransientError(f"the upload directory {tree.config.upload_dir} is missing or empty") from error
         raise InvalidResult(f"{path.name} was never uploaded", fault="missing_file") from error
     except OSError as error:
         raise TransientError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _storage_is_there(upload_dir: Path) -> bool:
-    """Whether the upload directory can be read and holds anything (an empty one is a mount point without mount)."""
-    try:
-        return any(upload_dir.iterdir())
-    except OSError:
-        return False
 
 
 def _check_weights(update: Update) -> None:

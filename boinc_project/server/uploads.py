@@ -26,7 +26,8 @@ from typing import BinaryIO
 from xml.sax.saxutils import escape
 
 from boinc_project import signing
-from boinc_project.project_tree import ProjectTree, check_file_name, sync_directory
+from boinc_project.contract.tensorfile import sync_folder
+from boinc_project.project_tree import ProjectTree, check_file_name
 
 log = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ def _complete(part: Path, target: Path, mode: int) -> None:
     with contextlib.suppress(FileExistsError):
         os.link(part, target)
     part.unlink()
-    sync_directory(target.parent)
+    sync_folder(target.parent)
 
 
 class UploadStore:

@@ -319,9 +319,10 @@ def test_a_fault_of_ours_parks_one_workunit_and_leaves_the_others_alone(
     monkeypatch.setattr(intake, "prepare", buggy)
     assimilator = project.assimilator()
     for _ in range(5):
-        assimilator.not_before = {k: v for k, v in assimilator.not_before.items() if v == float("inf")}
+        patience = assimilator.patience
+        patience.not_before = {k: v for k, v in patience.not_before.items() if v == float("inf")}
         assimilator.one_pass()
-    assert assimilator.failures == {units[0]["id"]: 3}
+    assert assimilator.patience.failures == {units[0]["id"]: 3}
     assert [entry["workunit_name"] for entry in project.rows(gt_ledger)] == [units[1]["name"]]
 
 
@@ -467,7 +468,7 @@ def test_a_batch_that_cannot_be_written_as_a_whole_is_written_one_by_one(
     assimilator = project.assimilator()
     assimilator.one_pass()
     left = [row["id"] for row in project.rows(database.workunit) if row["assimilate_state"] == AssimilateState.READY]
-    assert left == [ids[3]] and assimilator.failures == {ids[3]: 1}
+    assert left == [ids[3]] and assimilator.patience.failures == {ids[3]: 1}
 
 
 @pytest.mark.parametrize("away", ["missing", "empty"])
