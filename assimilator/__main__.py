@@ -54,7 +54,7 @@ class Assimilator:
     patience: Patience = field(default_factory=Patience)
 
     def one_pass(self) -> bool:
-        """Take in what is ready, advance every job; returns whether anything was done."""
+        """Take in what is ready, advance every job of the app; returns whether anything was done."""
         with outside_faults():
             worked = self._intake()
             if not self.options.dry_run:
@@ -71,7 +71,7 @@ class Assimilator:
         """Take in every workunit that is ready, a batch at a time; returns whether anything was done."""
         worked, left, seen = False, self.options.limit, max(self.options.min_wu_id, self.options.wu_id or 0) - 1
         with self.database.read() as connection:
-            jobs = {job.id: job for job in store.jobs(connection)}
+            jobs = {job.id: job for job in store.jobs(connection, appid=self.appid)}
         while left is None or left > 0:
             self.stopper.check()
             with self.database.read() as connection:
@@ -139,7 +139,8 @@ class Assimilator:
 
     def _advance(self) -> bool:
         with self.database.read() as connection:
-            jobs = store.jobs(connection, JobState.RUNNING, JobState.PAUSED, JobState.FINISHED)
+            states = (JobState.RUNNING, JobState.PAUSED, JobState.FINISHED)
+            jobs = store.jobs(connection, *states, appid=self.appid)
         mine = [job for job in jobs if self.options.takes_job(job.id)]
         worked = False
         for job in mine:

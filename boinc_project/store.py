@@ -96,9 +96,11 @@ def job_row(row: Row) -> JobRow:
     )
 
 
-def jobs(connection: Connection, *states: JobState) -> list[JobRow]:
-    """All jobs in these states (all of them if none is given), by id."""
+def jobs(connection: Connection, *states: JobState, appid: int | None = None) -> list[JobRow]:
+    """All jobs in these states (all of them if none is given), of this app (of all if None), by id."""
     query = sa.select(gt_job).order_by(gt_job.c.id)
+    if appid is not None:
+        query = query.where(gt_job.c.appid == appid)
     if states:
         query = query.where(gt_job.c.state.in_([str(state) for state in states]))
     return [job_row(dict(row)) for row in connection.execute(query).mappings()]
@@ -387,13 +389,16 @@ def committed_versions(connection: Connection, job_id: int, versions: Sequence[i
 
 
 def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
-    """Tell `status` and `doctor` that this daemon is alive, and forget those that have been silent for a week."""
-    now = time.time()
-    values = {"pid": pid, "time": now, "note": note}
+    """Tell `status` and `doctor` that this daemon is alive."""
+    values = {"pid": pid, "time": time.time(), "note": note}
     changed = connection.execute(sa.update(gt_heartbeat).where(gt_heartbeat.c.daemon == daemon).values(**values))
     if changed.rowcount == 0:
-        connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < now - FORGOTTEN_S))
         connection.execute(sa.insert(gt_heartbeat).values(daemon=daemon, **values))
+
+
+def forget_silent(connection: Connection) -> None:
+    """Drop the heartbeats of daemons that have made no pass for a week: they have been given up."""
+    connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < time.time() - FORGOTTEN_S))
 
 
 def heartbeats(connection: Connection) -> list[Row]:

@@ -107,7 +107,7 @@ class TinyProject:
 
     def generator(self, **options: Any) -> Generator:
         given = Options(one_pass=True, sleep_interval=0.01, **options)
-        made = Generator(given, self.tree, self.db, self.stopper)
+        made = Generator(given, self.tree, self.db, self.appid, self.stopper)
         made._wait_for_transitioner = lambda appid: None  # type: ignore[method-assign]
         return made
 

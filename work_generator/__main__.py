@@ -54,6 +54,7 @@ class Generator:
     options: Options
     tree: ProjectTree
     database: Database
+    appid: int
     stopper: Stopper
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
@@ -64,12 +65,12 @@ class Generator:
         self.inputs = issue.Inputs(self.tree)
 
     def one_pass(self) -> bool:
-        """Look at every job once; returns whether anything was done."""
+        """Look at every job of the app once; returns whether anything was done."""
         worked = False
         with outside_faults():
             with self.database.read() as connection:
-                found = store.jobs(connection, JobState.RUNNING)
-                finished = store.jobs(connection, JobState.FINISHED, JobState.PAUSED)
+                found = store.jobs(connection, JobState.RUNNING, appid=self.appid)
+                finished = store.jobs(connection, JobState.FINISHED, JobState.PAUSED, appid=self.appid)
             for job in found:
                 self.stopper.check()
                 if self.options.takes_job(job.id):
@@ -266,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = start(arguments, program="gt_work_generator", about=ABOUT, default_sleep=DEFAULT_SLEEP_S)
     if isinstance(started, int):
         return started
-    generator = Generator(started.options, started.tree, started.database, started.stopper)
+    generator = Generator(started.options, started.tree, started.database, started.appid, started.stopper)
     return run(started, "work_generator", generator.one_pass)
 
 

@@ -149,7 +149,7 @@ class BenchProject:
     def issue(self) -> None:
         """The open rounds of all running jobs as workunits, with their results."""
         options = Options(app=APP, one_pass=True, sleep_interval=0.01)
-        generator = Generator(options, self.tree, self.db, Stopper(self.tree.project_dir))
+        generator = Generator(options, self.tree, self.db, self.appid, Stopper(self.tree.project_dir))
         generator._wait_for_transitioner = lambda appid: None  # type: ignore[method-assign]
         generator.one_pass()
         Transitioner(self.db, self.tree.config, upload_key=self.tree.upload_private()).run_once()

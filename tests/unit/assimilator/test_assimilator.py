@@ -305,6 +305,18 @@ def test_a_paused_job_takes_in_and_applies_what_comes_back(project: TinyProject)
     assert project.issue() == []
 
 
+def test_jobs_of_another_app_are_left_to_that_app_s_daemons(project: TinyProject) -> None:
+    project.validate_round()
+    ours, other = project.assimilator(), project.assimilator()
+    other.appid = project.appid + 1
+    assert not other.one_pass()
+    ours._intake()
+    assert not other.one_pass()
+    assert project.job.current_version == 0
+    ours.one_pass()
+    assert project.job.current_version == 1
+
+
 def test_a_fault_of_ours_parks_one_workunit_and_leaves_the_others_alone(
     project: TinyProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,13 @@ def test_instances_with_mod_share_the_jobs(project: TinyProject) -> None:
     assert len(project.rows(database.workunit)) == 2
 
 
+def test_jobs_of_another_app_are_left_to_that_app_s_daemons(project: TinyProject) -> None:
+    generator = project.generator()
+    generator.appid = project.appid + 1
+    assert not generator.one_pass()
+    assert project.rows(database.workunit) == []
+
+
 def test_local_steps_name_the_optimizer_graph_and_one_rate_per_step(diloco: TinyProject) -> None:
     (result, *_) = diloco.issue()
     microtask = diloco.microtask_of(diloco.unit_of(result)["name"])
