@@ -103,12 +103,13 @@ class Heart:
     def __init__(self, database: Database, daemon: str) -> None:
         self._database = database
         self._daemon = daemon
-        self._last = -HEARTBEAT_S
+        self._last: float | None = None
 
     def beat(self) -> None:
-        if time.monotonic() - self._last >= HEARTBEAT_S:
-            with self._database.transaction() as connection:
-                store.beat(connection, self._daemon, os.getpid())
+        if self._last is None:
+            self._database.repeated(store.forget_silent)
+        if self._last is None or time.monotonic() - self._last >= HEARTBEAT_S:
+            self._database.repeated(lambda connection: store.beat(connection, self._daemon, os.getpid()))
             self._last = time.monotonic()
 
 

@@ -199,6 +199,8 @@ def make_standard_project(
         "templates", "upload", f"log_{host}", f"pid_{host}", f"tmp_{host}",
     ):  # fmt: skip
         (folder / name).mkdir(parents=True)
+    for name in ("upload", f"log_{host}"):
+        (folder / name).chmod(0o2770)
     for name in ("bin/start", "bin/xadd", "bin/update_versions", "cgi-bin/cgi", "cgi-bin/file_upload_handler"):
         (folder / name).write_text("#!/bin/sh\nexit 0\n")
         (folder / name).chmod(0o755)

@@ -19,7 +19,7 @@ from boinc_project.config import ConfigError, ProjectConfig
 from boinc_project.database import Database, app
 from boinc_project.gt_tables import gt_job
 from boinc_project.project_tree import ProjectTree
-from boinc_project.standard import doctor_database, doctor_tree, schema, steps
+from boinc_project.standard import doctor_database, doctor_heartbeats, doctor_tree, doctor_uploads, schema, steps
 from boinc_project.standard.advice import advice
 from boinc_project.standard.editing import read
 from boinc_project.standard.findings import Finding, Patient, error, note, warning
@@ -32,6 +32,7 @@ DatabaseCheck = Callable[[Patient, Connection], Iterator[Finding]]
 TREE: Sequence[TreeCheck] = (
     doctor_tree.check_triggers,
     doctor_tree.check_directories,
+    doctor_uploads.check_readable,
     doctor_tree.check_keys,
     doctor_tree.check_config,
 )
@@ -41,10 +42,11 @@ STANDARD_TREE: Sequence[TreeCheck] = (
     doctor_tree.check_processes,
     doctor_tree.check_cron,
     doctor_tree.check_boinc_files,
+    doctor_uploads.check_writable,
 )
 DATABASE: Sequence[DatabaseCheck] = (
     doctor_database.check_clock,
-    doctor_database.check_heartbeats,
+    doctor_heartbeats.check_heartbeats,
     doctor_database.check_apps,
     doctor_database.check_jobs,
     doctor_database.check_queue,

@@ -20,7 +20,6 @@ from boinc_project.store import JobRow
 
 CLOCK_WARNING_S = 5.0
 CLOCK_ERROR_S = 60.0
-HEARTBEAT_LATE_S = 120.0  # passes may take a while; a heartbeat comes every ten seconds
 BACKLOG_S = 600.0
 ACTIVE_HOST_S = 7 * 86400.0
 RECENT_RESULTS = 200
@@ -29,7 +28,6 @@ FEEDER_SLOTS = 100  # BOINC's MAX_WU_RESULTS, where <shmem_work_items> says noth
 INT_LIMIT = 2**31 - 1
 NEARLY_FULL = 0.9
 FILES_LOOKED_AT = 200
-DAEMON_NAMES = ("work_generator", "validator", "assimilator")
 
 
 def check_schema(patient: Patient, connection: Connection) -> Iterator[Finding]:
@@ -84,26 +82,6 @@ def check_clock(patient: Patient, connection: Connection) -> Iterator[Finding]:
         yield error(text, remedy)
     elif skew > CLOCK_WARNING_S:
         yield warning(text, remedy)
-
-
-def check_heartbeats(patient: Patient, connection: Connection) -> Iterator[Finding]:
-    """Whether our daemons make their passes."""
-    if schema.own_tables(connection)[1]:
-        return
-    beats = {str(row["daemon"]): row for row in store.heartbeats(connection)}
-    start = "run bin/start" if patient.standard else f"boinc-train serve {patient.folder}"
-    for name in DAEMON_NAMES:
-        found = {daemon: row for daemon, row in beats.items() if daemon.split(" ")[0] == name}
-        if not found:
-            yield error(f"gt_{name} has never ended a pass", f"{start}, and see its log")
-        late = {daemon: patient.now - float(row["time"]) for daemon, row in found.items()}
-        none_lives = all(each > HEARTBEAT_LATE_S for each in late.values())
-        for daemon, seconds in late.items():
-            if seconds > HEARTBEAT_LATE_S:
-                # Beside a living instance a silent one may have been given up: other numbers of --mod, another app.
-                report = error if none_lives else warning
-                text = f"gt_{daemon} (process {found[daemon]['pid']}) ended its last pass {age(seconds)} ago"
-                yield report(text, f"see its log, then {start}")
 
 
 def check_apps(patient: Patient, connection: Connection) -> Iterator[Finding]:
@@ -232,7 +210,7 @@ def check_jobs(patient: Patient, connection: Connection) -> Iterator[Finding]:
         users, hosts = _active(patient, connection)
         slots = _slots(patient, connection, running)
         for job in running:
-            yield from _hosts_enough(job, users, hosts)
+            yield from _hosts_enough(patient, job, users, hosts)
             yield from _supply(patient, job, slots)
 
 
@@ -245,21 +223,41 @@ def _active(patient: Patient, connection: Connection) -> tuple[int, int]:
     return int(users), int(hosts)
 
 
-def _hosts_enough(job: JobRow, users: int, hosts: int) -> Iterator[Finding]:
-    quorum = job.config.workunit.min_quorum
+def _hosts_enough(patient: Patient, job: JobRow, users: int, hosts: int) -> Iterator[Finding]:
+    quorum, config = job.config.workunit.min_quorum, patient.config
     seen = f"{hosts} computers of {users} users asked for work in the last 7 days"
+    there = {"user": users, "computer": hosts}
+    # A second copy of a task is refused to them, even if their first one failed.
+    once = {"user": config.one_result_per_user_per_wu, "computer": config.one_result_per_host_per_wu}
+    voter = "computer" if _hosts_vote(patient) else "user"
+    needed = [kind for kind in there if once[kind] or kind == voter]
     if hosts == 0:
         yield warning(f"{job.name} runs, but no volunteer has asked for work in the last 7 days", "attach clients")
-    elif users < quorum:
-        yield error(
-            f"{job.name} needs {quorum} users for one task (min_quorum), but {seen}",
-            "attach a further user, or let hosts count (gt_validator --votes host) if all computers are yours",
-        )
-    elif users < quorum + 1:
-        yield warning(
-            f"{job.name} needs {quorum} users for one task, and {seen}: a failed copy finds nobody to repeat it",
-            "attach at least one user more than min_quorum",
-        )
+        return
+    for kind in needed:
+        if there[kind] < quorum:
+            lab = ", or let hosts count (gt_validator --votes host) if all computers are yours"
+            yield error(
+                f"{job.name} needs {quorum} {kind}s for one task (min_quorum), but {seen}",
+                f"attach a further {kind}{lab if kind == voter == 'user' else ''}",
+            )
+            return
+    for kind in needed:
+        if once[kind] and there[kind] == quorum:
+            element = f"<one_result_per_{kind.replace('computer', 'host')}_per_wu>"
+            yield warning(
+                f"{job.name} needs {quorum} {kind}s for one task (min_quorum), and {seen}: none is sent a second copy"
+                f" ({element}), so one that fails can never be replaced",
+                f"attach at least one {kind} more than min_quorum",
+            )
+            return
+
+
+def _hosts_vote(patient: Patient) -> bool:
+    """Whether the validator counts computers instead of users (`--votes host`)."""
+    if patient.standard:
+        return any(each.votes == "host" for each in patient.daemons if each.program == "gt_validator")
+    return not patient.config.one_result_per_user_per_wu  # as `serve --votes host` makes its project
 
 
 def _slots(patient: Patient, connection: Connection, running: list[JobRow]) -> float:

@@ -19,7 +19,6 @@ from boinc_project.standard.running import lock_holder, pid_files
 LEAST_FREE_BYTES = 200e6  # below this uploads and versions fail soon
 LOW_FREE_BYTES = 2e9
 REREAD_PATIENCE_S = 600.0  # the feeder looks for reread_db every few seconds
-LOOKED_AT = 50  # fan-out directories and files of them, at most
 _BOINC_DAEMONS = {
     "feeder": "no work reaches the scheduler",
     "transitioner": "workunits get no results",
@@ -73,24 +72,6 @@ def check_directories(patient: Patient) -> Iterator[Finding]:
             yield error(text, "make room: uploads and new versions fail")
         elif free < LOW_FREE_BYTES:
             yield warning(text, "make room, or lower keep_versions in [supply] of the jobs")
-    yield from _unreadable_uploads(patient)
-
-
-def _unreadable_uploads(patient: Patient) -> Iterator[Finding]:
-    root = patient.config.upload_dir
-    if not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
-        return
-    for folder in sorted(path for path in root.iterdir() if path.is_dir())[:LOOKED_AT]:
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            yield error(
-                f"{folder} cannot be read and written by this user, so results cannot be validated and removed",
-                "put web server and daemons into one group and make the directory writable for it (chmod g+rwxs)",
-            )
-            return
-        for path in sorted(folder.iterdir())[:LOOKED_AT]:
-            if not os.access(path, os.R_OK):
-                yield error(f"{path} cannot be read by this user", "make uploads readable for the daemons' group")
-                return
 
 
 def check_keys(patient: Patient) -> Iterator[Finding]:

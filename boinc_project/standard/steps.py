@@ -7,7 +7,6 @@ the next. The daemons come last: everything that they need is there when bin/sta
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +71,8 @@ class Daemon:
     cmd: str
     program: str
     app: str
+    votes: str  # `--votes` of the validator, '' if it is not given
+    mod: tuple[int, int] | None  # `--mod`
     output: str
     pid_file: str
     lock_file: str
@@ -290,7 +291,9 @@ def _daemon(text: str, element: Element, is_task: bool) -> Daemon:
         element=element,
         cmd=cmd,
         program=base,
-        app=_option(words, "app") or DEFAULT_APP,
+        app=next(iter(_option(words, "app")), DEFAULT_APP),
+        votes=next(iter(_option(words, "votes")), ""),
+        mod=_share(_option(words, "mod", 2)),
         output=given or f"{base}.{'out' if is_task else 'log'}",
         pid_file="" if is_task else value("pid_file") or f"{base}.pid",
         lock_file=value("lock_file")
@@ -310,8 +313,14 @@ def identity(text: str, element: Element) -> tuple[str, ...]:
     return (element.name, next((name for name in names if name), ""))
 
 
-def _option(words: Sequence[str], name: str) -> str:
-    for word, following in itertools.pairwise(words):
-        if re.fullmatch(rf"--?{name}", word):
-            return following
-    return ""
+def _share(values: Sequence[str]) -> tuple[int, int] | None:
+    """The two numbers of `--mod`; None without them, or where the daemon would refuse them."""
+    if len(values) == 2 and all(value.isdecimal() for value in values):
+        return int(values[0]), int(values[1])
+    return None
+
+
+def _option(words: Sequence[str], name: str, values: int = 1) -> Sequence[str]:
+    """The values of an option, written with one or two dashes; the last counts, as in the daemons."""
+    places = [place for place, word in enumerate(words) if re.fullmatch(rf"--?{name}", word)]
+    return words[places[-1] + 1 : places[-1] + 1 + values] if places else ()

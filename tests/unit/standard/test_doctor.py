@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import time
@@ -359,13 +360,44 @@ def test_a_project_that_is_not_served_says_so(tiny: TinyProject) -> None:
     assert found.exit_code == 1 and "boinc-train serve" in found.output
 
 
-@pytest.mark.parametrize(("users", "severity"), [(0, "warning"), (1, "error"), (2, "warning"), (3, "")])
-def test_too_few_users_for_quorum_and_retries_are_told(tiny: TinyProject, users: int, severity: str) -> None:
-    for number in range(1, users + 1):
-        tiny.add_host(number, number)
+def volunteers(tiny: TinyProject, hosts_of_users: list[int], **options: int) -> list[str]:
+    """What doctor says of a running job with quorum 2 where users have so many computers each."""
+    path = tiny.tree.project_dir / "config.xml"
+    for name, value in options.items():
+        text, number = re.subn(f"<{name}>1<", f"<{name}>{value}<", path.read_text())
+        assert number == 1
+        path.write_text(text)
+    owners = [user for user, hosts in enumerate(hosts_of_users, 1) for _ in range(hosts)]
+    for number, user in enumerate(owners, 1):
+        tiny.add_host(user, number)
         tiny.change(database.host, number, rpc_time=int(time.time()))
-    lines = [line for line in doctor(tiny.tree.project_dir).output.splitlines() if "in the last 7 days" in line]
+    return [line for line in doctor(tiny.tree.project_dir).output.splitlines() if "in the last 7 days" in line]
+
+
+@pytest.mark.parametrize(
+    ("hosts_of_users", "severity"), [([], "warning"), ([3], "error"), ([2, 2], "warning"), ([1, 1, 1], "")]
+)
+def test_too_few_users_for_quorum_and_retries_are_told_with_both_numbers(
+    tiny: TinyProject, hosts_of_users: list[int], severity: str
+) -> None:
+    lines = volunteers(tiny, hosts_of_users)
     assert [line.partition(":")[0] for line in lines] == ([severity] if severity else [])
+    for line in lines:
+        assert not hosts_of_users or (f" of {len(hosts_of_users)} users" in line and "needs 2 users" in line)
+        assert ("can never be replaced" in line) == (len(hosts_of_users) == 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts_of_users", "each_host_once", "severity"),
+    [([1], 1, "error"), ([2], 1, "warning"), ([3], 1, ""), ([2], 0, "")],
+)
+def test_where_computers_vote_they_are_counted_instead_of_users(
+    tiny: TinyProject, hosts_of_users: list[int], each_host_once: int, severity: str
+) -> None:
+    options = {"one_result_per_user_per_wu": 0, "one_result_per_host_per_wu": each_host_once}
+    lines = volunteers(tiny, hosts_of_users, **options)
+    assert [line.partition(":")[0] for line in lines] == ([severity] if severity else [])
+    assert all("needs 2 computers" in line for line in lines)
 
 
 def test_a_failed_job_is_an_error_with_its_note(tiny: TinyProject) -> None:
