@@ -543,6 +543,13 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "workunit", key, f"{key} in [workunit] is below target_nresults; make it at least as large"
             )
+    for key in ("max_success_results", "max_error_results"):
+        if getattr(workunit, key) > workunit.max_total_results:
+            raise source.error(
+                "workunit",
+                "max_total_results",
+                f"max_total_results in [workunit] is below {key} ({getattr(workunit, key)}); raise it or lower that",
+            )
     for section, key in (("model", "factory"), ("model", "loss"), ("model", "metrics"), ("data", "source")):
         reference = getattr(getattr(config, section), key)
         if reference is not None and source.text and not reference_file(config.folder, reference).is_file():

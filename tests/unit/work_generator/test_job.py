@@ -152,6 +152,18 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         22,
         "below min_quorum",
     ),
+    "fewer results in all than successes": (
+        "[optimizer]",
+        "[workunit]\nmax_total_results = 3\n[optimizer]",
+        21,
+        "is below max_success_results",
+    ),
+    "fewer results in all than errors": (
+        "[optimizer]",
+        "[workunit]\nmax_success_results = 3\nmax_total_results = 3\n[optimizer]",
+        22,
+        "is below max_error_results",
+    ),
     "betas": ("lr = 0.1", "lr = 0.1\nbetas = [0.9, 1.0]", 22, "two numbers from 0 to below 1"),
     "invalid TOML": ("seed = 1", "seed = = 1", 4, "is not valid TOML"),
     "key twice": ("seed = 1", "seed = 1\nseed = 2", 5, "is not valid TOML"),
