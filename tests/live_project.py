@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,23 @@ class LiveProject:
         return found
 
     @property
+    def daemon_environment(self) -> dict[str, str]:
+        """As bin/start leaves it: the project's programs first, the project found from the working directory."""
+        environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "PYTHONPATH")}
+        return {**environment, "PATH": f"{self.folder / 'bin'}:{environment['PATH']}"}
+
+    def run_program(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """One of the project's programs, ours or BOINC's, run as bin/start would."""
+        return subprocess.run(
+            [name, *arguments],
+            cwd=self.temporary_folder,
+            env=self.daemon_environment,
+            capture_output=True,
+            text=True,
+            timeout=60.0,
+        )
+
+    @property
     def temporary_folder(self) -> Path:
         """The working directory of daemons, tmp_HOST."""
         return self.folder / f"tmp_{self.tree.config.elements['host'].partition('.')[0]}"
@@ -106,7 +123,7 @@ def command(*arguments: str, cwd: Path | None = None) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "boinc_project.cli", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(TINY_JOB.parents[2])},
+        env={**os.environ, "PYTHONPATH": str(TINY_JOB.parents[2]), "COLUMNS": "200"},
         capture_output=True,
         text=True,
     )
@@ -152,7 +169,7 @@ def trained_job(project: LiveProject, scratch: Path) -> Iterator[Trained]:
     mark = f"livetest{secrets.token_hex(4)}"
     before = project.boinc_table_definitions()
     keys = {f"{mark}-{name}": secrets.token_hex(16) for name in ("ann", "ben")}
-    team, users = _add_users(project.db, mark, keys)
+    team, users = add_users(project.db, mark, keys)
     trained = Trained(project, mark, users, team, before)
     try:
         source = scratch / "job"
@@ -161,19 +178,20 @@ def trained_job(project: LiveProject, scratch: Path) -> Iterator[Trained]:
         toml.write_text(toml.read_text().replace('name = "tiny"', f'name = "{mark}"'))
         command("job", "create", str(toml), "--project", str(project.folder))
         with _volunteers(project, scratch, keys):
-            _wait(lambda: _finished(trained), "the job to be finished")
+            wait_for(lambda: _finished(trained), "the job to be finished")
         assert trained.job.state == JobState.FINISHED, trained.job.note
-        _wait(lambda: _cleaned_up(trained), "BOINC's file deleter to be done with the job")
+        wait_for(lambda: _cleaned_up(trained), "BOINC's file deleter to be done with the job")
         yield trained
     finally:
-        _remove(trained)
+        remove(trained)
 
 
-def _wait(done: Any, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_for(done: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S, pause_s: float = 1.0) -> None:
+    """Ask again and again; AssertionError when the patience is at its end."""
+    deadline = time.monotonic() + patience_s
     while not done():
         assert time.monotonic() < deadline, f"waited in vain for {what}; do all daemons run (boinc-train doctor)?"
-        time.sleep(1.0)
+        time.sleep(pause_s)
 
 
 def _finished(trained: Trained) -> bool:
@@ -189,7 +207,8 @@ def _cleaned_up(trained: Trained) -> bool:
     return all(int(unit["file_delete_state"]) == FileDeleteState.DONE for unit in trained.workunits())
 
 
-def _add_users(db: Database, mark: str, keys: dict[str, str]) -> tuple[int, tuple[int, ...]]:
+def add_users(db: Database, mark: str, keys: dict[str, str]) -> tuple[int, tuple[int, ...]]:
+    """A team called `mark`, and members of it with these names and account keys; returns their ids."""
     now = int(time.time())
     with db.transaction() as connection:
         row = database.new_row(database.team, create_time=now, name=mark, name_lc=mark, nusers=len(keys), type=1)
@@ -229,7 +248,7 @@ def _volunteers(project: LiveProject, scratch: Path, keys: dict[str, str]) -> It
             thread.join(60)
 
 
-def _remove(trained: Trained) -> None:
+def remove(trained: Trained) -> None:
     """Rows and files of the job, its users and their hosts."""
     project = trained.project
     units, results, hosts = trained.workunits(), trained.results(), trained.hosts()
@@ -257,7 +276,9 @@ def _remove(trained: Trained) -> None:
             connection.execute(sa.delete(gt_job).where(gt_job.c.id == job["id"]))
     for name in names:
         project.tree.delete_published(str(name))
-    for template in {str(unit["result_template_file"]) for unit in units}:
-        (project.folder / template).unlink(missing_ok=True)
+    for template in (project.folder / "templates").glob(f"gt_{trained.mark}_*"):
+        template.unlink()
+    for upload in project.tree.config.upload_dir.glob(f"*/gt_{trained.mark}_*"):
+        upload.unlink()
     if job is not None:
         shutil.rmtree(str(job["folder"]), ignore_errors=True)

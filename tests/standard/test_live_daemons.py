@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import re
 import shutil
 import signal
@@ -22,7 +21,7 @@ import sqlalchemy as sa
 
 from boinc_project.gt_tables import gt_heartbeat
 from boinc_project.standard.steps import DAEMONS
-from tests.live_project import APP, VARIABLE, LiveProject
+from tests.live_project import APP, LiveProject
 
 EVERY_DAEMON = pytest.mark.parametrize("name", DAEMONS)
 NOTHING_TO_DO = ("--mod", "2000000011", "2000000010")
@@ -39,29 +38,12 @@ def no_heartbeats_left(project: LiveProject) -> Iterator[None]:
         connection.execute(sa.delete(gt_heartbeat).where(ours))
 
 
-def daemon_environment(project: LiveProject) -> dict[str, str]:
-    """As bin/start leaves it: the project's programs first, the project found from the working directory."""
-    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "PYTHONPATH")}
-    return {**environment, "PATH": f"{project.folder / 'bin'}:{environment['PATH']}"}
-
-
-def run(project: LiveProject, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [name, *arguments],
-        cwd=project.temporary_folder,
-        env=daemon_environment(project),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-
-
 @EVERY_DAEMON
 @pytest.mark.parametrize("dashes", ["-", "--"])
 def test_one_pass_with_one_or_two_dashes_ends_with_0(project: LiveProject, name: str, dashes: str) -> None:
     words = ("one_pass", "d", "app", "sleep_interval", "mod")
     given = dict(zip(words, ([], ["4"], [APP], ["1"], list(NOTHING_TO_DO[1:])), strict=True))
-    done = run(project, name, *(text for word in words for text in (dashes + word, *given[word])))
+    done = project.run_program(name, *(text for word in words for text in (dashes + word, *given[word])))
     assert done.returncode == 0, done.stderr
     assert LOG_LINE.match(done.stderr), done.stderr
 
@@ -69,7 +51,7 @@ def test_one_pass_with_one_or_two_dashes_ends_with_0(project: LiveProject, name:
 @EVERY_DAEMON
 @pytest.mark.parametrize("option", ["-h", "--help", "-v", "--version"])
 def test_help_and_version_are_printed_and_end_with_0(project: LiveProject, name: str, option: str) -> None:
-    done = run(project, name, option)
+    done = project.run_program(name, option)
     assert done.returncode == 0 and name in done.stdout, done.stderr
 
 
@@ -78,7 +60,7 @@ def test_help_and_version_are_printed_and_end_with_0(project: LiveProject, name:
 def test_a_wrong_command_line_is_one_sentence_and_ends_with_1(
     project: LiveProject, name: str, arguments: tuple[str, ...]
 ) -> None:
-    done = run(project, name, *arguments)
+    done = project.run_program(name, *arguments)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
@@ -95,7 +77,7 @@ def started(project: LiveProject, name: str, folder: Path, cwd: Path) -> Iterato
         process = subprocess.Popen(
             [name, "-d", "3", "--app", APP, *NOTHING_TO_DO],
             cwd=cwd,
-            env=daemon_environment(project),
+            env=project.daemon_environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
