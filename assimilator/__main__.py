@@ -29,6 +29,7 @@ from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, is_lost
 from boinc_project.durable import FileBatch
 from boinc_project.gt_tables import JobState
+from boinc_project.job_folder import folders_of_jobs
 from boinc_project.project_tree import ProjectTree
 
 ABOUT = "Takes validated gradients into the ledger and publishes new model versions."
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return worked
 
     try:
-        return run(started, "assimilator", one_pass)
+        return run(started, "assimilator", one_pass, folders_of_jobs(started.tree.project_dir))
     finally:
         evaluator.stop()
 

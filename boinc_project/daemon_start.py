@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
@@ -30,6 +31,7 @@ from boinc_project.daemon import (
     set_up_log,
 )
 from boinc_project.database import Database, is_lost
+from boinc_project.leftovers import Leftovers
 from boinc_project.project_tree import ProjectTree
 
 HEARTBEAT_S = 10.0
@@ -125,11 +127,17 @@ def outside_faults() -> Iterator[None]:
         raise RetryLater(f"storage does not answer ({error})") from error
 
 
-def run(started: Started, name: str, one_pass: Callable[[], bool]) -> int:
-    """Make passes until asked to stop, with a heartbeat; returns the exit status."""
+def run(started: Started, name: str, one_pass: Callable[[], bool], owned: Iterable[Path] = ()) -> int:
+    """Make passes until asked to stop, with a heartbeat; returns the exit status.
+
+    `owned`: folders in which this daemon removes what killed writers left (leftovers.py).
+    """
     heart = Heart(started.database, heartbeat_name(name, started.options))
+    leftovers = Leftovers(owned)
 
     def beating_pass() -> bool:
+        if not started.options.dry_run:
+            leftovers.sweep()
         worked = one_pass()
         if not started.options.dry_run:
             with outside_faults():

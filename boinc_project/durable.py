@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from boinc_project.contract.tensorfile import sync_folder
+from boinc_project.contract.whole_file import sync_folder, temporary_name
 
 LARGE = 64 << 10  # bytes of a file whose way to the disk begins at once, while others are still being made
 FEW = 4  # so many files are flushed one by one: their waits are shorter than those for a busy file system
@@ -54,7 +53,7 @@ class FileBatch:
     def add(self, path: Path, data: bytes) -> None:
         """Write the contents for `path` beside it, making its folder if need be."""
         folder, name = os.path.split(path)
-        temporary = os.path.join(folder, f".{name[:180]}.{secrets.token_hex(8)}.tmp")
+        temporary = os.path.join(folder, temporary_name(name))
         self._watch(folder)
         with self._lock:
             self._waiting.append((temporary, str(path)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from boinc_project.contract import canonical, tensorfile
+from boinc_project.contract import canonical, tensorfile, whole_file
 from boinc_project.contract.canonical import Taker
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.graph import Graph
@@ -32,6 +32,7 @@ from boinc_project.contract.update import update_types
 
 Array = npt.NDArray[Any]
 JOBS_DIRECTORY = "gt_jobs"
+_FOLDERS = ("graphs", "shards", "versions", "payloads")
 STATE_METADATA: Mapping[str, Any] = {"format": "boinc-train-state"}
 
 _VERSION_FILE = re.compile(r"(?:state|optimizer)_(\d+)_[0-9a-f]{16}\.safetensors")
@@ -156,6 +157,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._update_types: dict[tuple[str, int], Mapping[str, TensorType]] = {}
 
     @property
     def gradient_graph_path(self) -> Path:
@@ -197,7 +199,7 @@ class JobFolder:
         return _numbered(self.path / "payloads", _PAYLOAD_FILE)
 
     def create(self) -> None:
-        for name in ("graphs", "shards", "versions", "payloads"):
+        for name in _FOLDERS:
             (self.path / name).mkdir(parents=True, exist_ok=True)
 
     @cached_property
@@ -206,8 +208,10 @@ class JobFolder:
 
     def update_types(self, mode: str, steps: int) -> Mapping[str, TensorType]:
         """Name -> type of every tensor of an update of this mode with so many steps."""
-        path = self.gradient_graph_path
-        return _update_types(path, path.stat().st_mtime_ns, mode, steps)
+        if (mode, steps) not in self._update_types:
+            path = self.gradient_graph_path
+            self._update_types[mode, steps] = _update_types(path, path.stat().st_mtime_ns, mode, steps)
+        return self._update_types[mode, steps]
 
     def write_version(
         self, version: int, state: Mapping[str, Array], optimizer: Mapping[str, Array]
@@ -231,6 +235,14 @@ class JobFolder:
     def read_optimizer(self, version: int, digest: str) -> dict[str, Array]:
         """The optimizer state kept with a version ({} if it has none)."""
         return _read_checked(self.optimizer_path(version, digest), digest) if digest else {}
+
+
+def folders_of_jobs(project_dir: Path) -> Iterator[Path]:
+    """Every folder in which our daemons and commands keep files of jobs."""
+    for job in sorted((project_dir / JOBS_DIRECTORY).glob("*/")):
+        yield job
+        for name in _FOLDERS:
+            yield job / name
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
@@ -262,7 +274,7 @@ def _digest(tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> str:
 def _write_once(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any], digest: str) -> None:
     """Write a file, piece by piece, unless these bytes are there already."""
     if not (path.exists() and file_sha256(path) == digest):
-        tensorfile.write_chunks(path, tensorfile.chunks(tensors, metadata))
+        whole_file.write_chunks(path, tensorfile.chunks(tensors, metadata))
 
 
 def file_sha256(path: Path) -> str:

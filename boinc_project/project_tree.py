@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from xml.sax.saxutils import escape
 
 from boinc_project import database, signing
 from boinc_project.config import ConfigError, ProjectConfig
-from boinc_project.contract.tensorfile import sync_folder
+from boinc_project.contract.whole_file import sync_folder, temporary_name, write_bytes
 from boinc_project.durable import FileBatch
 
 #: Longest physical file name: BOINC's name columns hold 191 characters, and a `.md5` or temporary
@@ -112,6 +111,12 @@ class ProjectTree:
             return any(self.config.upload_dir.iterdir())
         except OSError:
             return False
+
+    def published_folders(self) -> Iterator[Path]:
+        """Every folder in which files are published, also those that do not exist yet."""
+        yield self.config.download_dir
+        for number in range(self.config.uldl_dir_fanout):
+            yield self.config.download_dir / format(number, "x")
 
     def app_file_path(self, name: str) -> Path:
         """Path of an application file: flat in the download directory."""
@@ -209,7 +214,7 @@ class ProjectTree:
 def publish(source: bytes | Path, path: Path, url: str, *, md5_file: bool = True) -> PublishedFile:
     """Put `source` at `path`, whole or absent; see `ProjectTree.stage_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:180]}.{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     try:
         md5, nbytes = _copy_durably(source, temporary)
         if path.exists():
@@ -220,8 +225,9 @@ def publish(source: bytes | Path, path: Path, url: str, *, md5_file: bool = True
     finally:
         temporary.unlink(missing_ok=True)
     if md5_file:
-        _write_durably(path.with_name(path.name + ".md5"), f"{md5} {nbytes}\n".encode())
-    sync_folder(path.parent)
+        write_bytes(path.with_name(path.name + ".md5"), f"{md5} {nbytes}\n".encode())
+    else:
+        sync_folder(path.parent)
     return PublishedFile(name=path.name, url=url, md5=md5, nbytes=nbytes, path=path)
 
 
@@ -257,15 +263,6 @@ def _chunks(source: bytes | Path) -> Iterator[bytes]:
                 yield chunk
     else:
         yield source
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name[:180]}.{secrets.token_hex(8)}.tmp")
-    try:
-        _copy_durably(content, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _join_url(base: str, directory: str, name: str) -> str:
@@ -305,7 +302,7 @@ def create_project(
     with tree.database() as db:
         db.create_tables(database.metadata)
         _insert_platforms(db)
-    _write_durably(directory / "config.xml", _config_xml(elements))
+    write_bytes(directory / "config.xml", _config_xml(elements))
     return tree
 
 

@@ -268,7 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(started, int):
         return started
     generator = Generator(started.options, started.tree, started.database, started.appid, started.stopper)
-    return run(started, "work_generator", generator.one_pass)
+    owned = [*started.tree.published_folders(), started.tree.project_dir / "templates", started.tree.project_dir]
+    return run(started, "work_generator", generator.one_pass, owned)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from boinc_project import store, templates
-from boinc_project.contract import tensorfile
+from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.codecs import Codec
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.graph import Graph
@@ -180,12 +180,12 @@ class Publisher:
 
     def file(self, path: Path, kind: str, data: bytes, suffix: str) -> Published:
         """Keep `data` in the job's folder and publish it."""
-        tensorfile.write_bytes(path, data)
+        whole_file.write_bytes(path, data)
         return self._stage(f"gt_{self._job}_{kind}_{sha256(data)[:16]}{suffix}", data)
 
     def keep(self, path: Path, data: bytes) -> Published:
         """Keep `data` in the job's folder only: what volunteers have no need of is not offered to them."""
-        tensorfile.write_bytes(path, data)
+        whole_file.write_bytes(path, data)
         return Published(path.name, sha256(data), hashlib.md5(data).hexdigest(), len(data))
 
     def state(self, version: int, data: bytes) -> Published:
@@ -220,7 +220,7 @@ def _shards(job: Job, split: str, folder: JobFolder, publisher: Publisher, progr
 def _write_template(path: Path, max_nbytes: int) -> None:
     text = templates.output_template([templates.OutputReference(open_name=UPDATE_FILE, max_nbytes=max_nbytes)])
     templates.check_output_template(text)
-    tensorfile.write_bytes(path, text.encode())
+    whole_file.write_bytes(path, text.encode())
 
 
 def _insert_job(connection: sa.Connection, config: JobConfig, facts: JobFacts, folder: JobFolder, appid: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any, Callable
 import numpy as np
 import numpy.typing as npt
 
-from boinc_project.contract import tensorfile
+from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.errors import ContractError
 
 Array = npt.NDArray[Any]
@@ -112,7 +112,7 @@ class CheckpointStore:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._folder / FILES[slot])
-            tensorfile.sync_folder(self._folder)
+            whole_file.sync_folder(self._folder)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -133,7 +133,7 @@ class CheckpointStore:
         }
         # Without this note the work would only be repeated.
         with contextlib.suppress(OSError):
-            tensorfile.write_bytes(self._folder / OUTPUTS_FILE, json.dumps(record, sort_keys=True).encode("ascii"))
+            whole_file.write_bytes(self._folder / OUTPUTS_FILE, json.dumps(record, sort_keys=True).encode("ascii"))
 
     def outputs_complete(self, outputs: Mapping[str, Path]) -> bool:
         """Whether an earlier start of this task has left exactly these outputs, whole."""

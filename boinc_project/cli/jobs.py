@@ -17,7 +17,7 @@ from boinc_project import store
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, app_of, app_option, open_project, project_option
 from boinc_project.cli.status import metrics_text
-from boinc_project.contract import tensorfile
+from boinc_project.contract import tensorfile, whole_file
 from boinc_project.database import Database
 from boinc_project.gt_tables import (
     Disposition,
@@ -300,7 +300,7 @@ def write_weights(found: JobRow, row: Mapping[str, Any], path: Path) -> None:
     state_dict = {name: tensors[inner].copy() for name, inner in sorted(found.facts.state_dict.items())}
     metadata = {"job": found.name, "version": str(row["version"])}
     try:
-        tensorfile.write_bytes(path, save(state_dict, metadata))
+        whole_file.write_bytes(path, save(state_dict, metadata))
     except OSError as error:
         raise Mistake(f"{path} cannot be written ({error.strerror}); choose another --output") from error
 

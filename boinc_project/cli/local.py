@@ -13,7 +13,7 @@ from rich.table import Table
 
 from boinc_project import local_run
 from boinc_project.cli.errors import Mistake
-from boinc_project.contract import tensorfile
+from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.microtask import CONSTANTS_FILE, STATE_FILE
 from boinc_project.contract.update import update_types
@@ -46,7 +46,7 @@ def export(job_toml: Path, output: Path | None) -> None:
     output.mkdir(exist_ok=True)
     for name, graph in (("gradient", made.gradient), ("optimizer", made.optimizer), ("evaluation", made.evaluation)):
         if graph is not None:
-            tensorfile.write_bytes(output / f"{name}.json.zst", graph.to_bytes())
+            whole_file.write_bytes(output / f"{name}.json.zst", graph.to_bytes())
     tensorfile.write(output / STATE_FILE, made.state, {"format": "boinc-train-state"})
     if made.constants:
         tensorfile.write(output / CONSTANTS_FILE, made.constants)

@@ -13,9 +13,7 @@ import functools
 import hashlib
 import json
 import math
-import os
-import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save as safetensors_save
 
-from boinc_project.contract import canonical
+from boinc_project.contract import canonical, whole_file
 from boinc_project.contract.errors import ContractError
 
 MAX_HEADER_BYTES = 16 << 20
@@ -217,41 +215,10 @@ def from_bytes(
 
 
 def write(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any] | None = None) -> str:
-    """Write a file so that it is whole or absent (temporary name, fsync, rename); returns its SHA-256."""
+    """Write a file so that it is whole or absent; returns its SHA-256."""
     data = to_bytes(tensors, metadata)
-    write_bytes(path, data)
+    whole_file.write_bytes(path, data)
     return hashlib.sha256(data).hexdigest()
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Put bytes in place atomically and durably: temporary file beside it, fsync, rename, fsync folder."""
-    write_chunks(path, (data,))
-
-
-def write_chunks(path: Path, data: Iterable[bytes | memoryview]) -> None:
-    """The same for bytes that come in pieces."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # two writers may share a storage
-    try:
-        with open(temporary, "wb") as file:
-            for piece in data:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable (nothing to do on Windows)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def read(

@@ -26,7 +26,7 @@ from typing import BinaryIO
 from xml.sax.saxutils import escape
 
 from boinc_project import signing
-from boinc_project.contract.tensorfile import sync_folder
+from boinc_project.contract.whole_file import sync_folder
 from boinc_project.project_tree import ProjectTree, check_file_name
 
 log = logging.getLogger(__name__)

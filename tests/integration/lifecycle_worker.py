@@ -31,7 +31,7 @@ def work(boinc: Boinc) -> int:
     import numpy as np
 
     from apps.gradient.checkpoint import Checkpoint, CheckpointStore
-    from boinc_project.contract import tensorfile
+    from boinc_project.contract import whole_file
 
     for _ in range(options.helpers):
         multiprocessing.get_context("fork").Process(target=spin, daemon=True).start()
@@ -80,7 +80,7 @@ def work(boinc: Boinc) -> int:
     if options.end == "hard-exit-0":
         os._exit(0)
     with boinc.critical_section():
-        tensorfile.write_bytes(Path(out), state.tobytes())
+        whole_file.write_bytes(Path(out), state.tobytes())
         store.outputs_written({"out.bin": out})
     if options.end == "stay-after-output":
         while True:

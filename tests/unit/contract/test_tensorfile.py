@@ -175,19 +175,3 @@ def test_a_file_above_the_limit_is_not_even_opened(tmp_path: Path) -> None:
     with pytest.raises(TensorFileError) as caught:
         tensorfile.read(path, max_bytes=1000)
     assert caught.value.fault == "too_large"
-
-
-def test_a_failed_write_leaves_neither_the_file_nor_a_temporary_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "state.safetensors"
-    tensorfile.write_bytes(path, b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensorfile.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        tensorfile.write_bytes(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [each.name for each in tmp_path.iterdir()] == ["state.safetensors"]

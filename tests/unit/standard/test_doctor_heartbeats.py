@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sqlite3
@@ -80,9 +81,8 @@ def test_rows_of_instances_that_config_xml_no_longer_names_are_notes_whose_comma
         command = shlex.split(finding.remedy.removeprefix("forget it: "))
         if db.is_sqlite:
             assert command[0] == "sqlite3"
-            with sqlite3.connect(command[1]) as connection:
-                connection.execute(command[2])
-            connection.close()
+            with contextlib.closing(sqlite3.connect(command[1], isolation_level=None)) as other:
+                other.execute(command[2])
         else:
             assert command[0] == "mariadb" and {"-u", "-p", str(db.url.database)} <= set(command)
             with db.transaction() as connected:
