@@ -132,7 +132,7 @@ class ProjectTree:
 
     def _hierarchy(self, root: Path, name: str) -> Path:
         check_file_name(name)
-        return root / fan_out(name, self.config.uldl_dir_fanout) / name
+        return Path(os.path.join(root, fan_out(name, self.config.uldl_dir_fanout), name))
 
     # Keys.
 

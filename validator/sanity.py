@@ -7,6 +7,7 @@ volunteer's file is wrong: outcome VALIDATE_ERROR) or TransientError (our storag
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,18 +58,30 @@ def read_output(tree: ProjectTree, path: Path, max_bytes: int) -> bytes:
     """The bytes of an uploaded file. InvalidResult if it is absent, no file or too large; TransientError if
     the storage cannot answer."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidResult(f"{path.name} is not a file", fault="not_a_file")
-        if status.st_size > max_bytes:
-            raise InvalidResult(f"{path.name} has {status.st_size} bytes, more than {max_bytes}", fault="too_large")
-        return path.read_bytes()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe of that name would keep us waiting
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidResult(f"{path.name} is not a file", fault="not_a_file")
+            if status.st_size > max_bytes:
+                raise InvalidResult(f"{path.name} has {status.st_size} bytes, more than {max_bytes}", fault="too_large")
+            return _all_of(descriptor, status.st_size)
+        finally:
+            os.close(descriptor)
     except _ABSENT as error:
         if not tree.has_uploads():
             raise TransientError(f"the upload directory {tree.config.upload_dir} is missing or empty") from error
         raise InvalidResult(f"{path.name} was never uploaded", fault="missing_file") from error
     except OSError as error:
         raise TransientError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _all_of(descriptor: int, size: int) -> bytes:
+    """What an open file of this size holds; one read takes nearly all of them whole."""
+    data = os.read(descriptor, size)
+    while len(data) < size and (more := os.read(descriptor, size - len(data))):
+        data += more
+    return data
 
 
 def _check_weights(update: Update) -> None:

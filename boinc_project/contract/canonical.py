@@ -39,42 +39,54 @@ def loads(text: bytes, what: str, fault_type: type[ContractError] = ContractErro
     if text.count(b"{") > MAX_OBJECTS or text.count(b"[") > MAX_VALUES or text.count(b",") > max_values:
         raise fault_type(f"{what}: more than {MAX_OBJECTS} objects or {max_values} values", fault="too_large")
 
-    def refuse_constant(name: str) -> Any:
-        raise fault_type(f"{what}: {name} is not a number that JSON allows", fault="number")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [key for key, _ in pairs]
-            twice = next(key for key in names if names.count(key) > 1)
-            raise fault_type(f"{what}: the key {twice[:80]!r} appears twice", fault="duplicate_key")
-        return found
-
-    def bounded_int(digits: str) -> int:
-        if len(digits) > 20:
-            raise fault_type(f"{what}: an integer has {len(digits)} digits", fault="number")
-        return int(digits)
-
-    def finite_float(digits: str) -> float:
-        number = float(digits)
-        if not math.isfinite(number):
-            raise fault_type(f"{what}: the number {digits[:40]} is too large", fault="number")
-        return number
-
     try:
-        return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=unique,
-            parse_constant=refuse_constant,
-            parse_int=bounded_int,
-            parse_float=finite_float,
-        )
-    except fault_type:
-        raise
+        return _STRICT.decode(text.decode("utf-8"))
+    except _Unusable as error:
+        raise fault_type(f"{what}: {error}", fault=error.fault) from error
     except RecursionError as error:
         raise fault_type(f"{what}: nested too deeply", fault="depth") from error
     except (ValueError, UnicodeDecodeError) as error:
         raise fault_type(f"{what}: not valid JSON ({error})", fault="json") from error
+
+
+class _Unusable(Exception):
+    """JSON that is well formed and still refused."""
+
+    def __init__(self, message: str, fault: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+def _refused_constant(name: str) -> Any:
+    raise _Unusable(f"{name} is not a number that JSON allows", fault="number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise _Unusable(f"the key {twice[:80]!r} appears twice", fault="duplicate_key")
+    return found
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits) > 20:
+        raise _Unusable(f"an integer has {len(digits)} digits", fault="number")
+    return int(digits)
+
+
+def _finite_float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise _Unusable(f"the number {digits[:40]} is too large", fault="number")
+    return number
+
+
+#: One for all documents: making a decoder takes longer than decoding a small one.
+_STRICT = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refused_constant, parse_int=_bounded_int, parse_float=_finite_float
+)
 
 
 def compress(data: bytes) -> bytes:

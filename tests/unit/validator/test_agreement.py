@@ -229,3 +229,19 @@ def test_many_copies_that_all_differ_or_form_many_camps_are_judged_in_moments() 
     apart = {(i, j): 9.0 if i // 3 == j // 3 else 0.5 for i in range(21) for j in range(i + 1, 21)}
     verdict = judge(ids, apart, 1.0, 2)
     assert verdict.canonical is None or len(verdict.valid) == 19
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_tensors_summed_together_have_the_distance_that_the_formula_gives(sizes: list[int], seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    a = {f"gradient/{n}": draws.standard_normal(size).astype(np.float32) for n, size in enumerate(sizes)}
+    b = {name: (array + 1e-3 * draws.standard_normal(array.size)).astype(np.float32) for name, array in a.items()}
+    joined = {update: np.concatenate(list(update_.values())).astype(float) for update, update_ in (("a", a), ("b", b))}
+    m = np.sqrt((joined["a"] @ joined["a"] + joined["b"] @ joined["b"]) / 2)
+    expected = 0.0
+    for name, array in a.items():
+        if array.size:
+            mean = (np.linalg.norm(array.astype(float)) + np.linalg.norm(b[name].astype(float))) / 2
+            floor = m * np.sqrt(array.size / sum(sizes))
+            expected = max(expected, np.linalg.norm(array.astype(float) - b[name]) / (mean + floor))
+    assert distance(a, b) == pytest.approx(expected, rel=1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import pickle
 import struct
 import subprocess
@@ -153,6 +154,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
         )
     )
     (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
     done = subprocess.run(
         [sys.executable, "-c", JUDGE, str(folder), DIGEST],
         env=volunteer_environment(),
@@ -165,7 +167,8 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
 
 def test_every_hostile_file_is_refused_by_the_name_of_its_fault(judged: Any) -> None:
     files, found, _ = judged
-    expected = {**{name: fault for name, (fault, _) in files.items()}, "good": "none", "folder": "not_a_file"}
+    expected = {**{name: fault for name, (fault, _) in files.items()}, "good": "none"}
+    expected |= {"folder": "not_a_file", "pipe": "not_a_file"}
     assert {name: fault for name, (fault, _, _) in found.items()} == expected
 
 

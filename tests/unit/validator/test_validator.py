@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -364,14 +363,14 @@ def test_a_file_that_storage_cannot_give_is_not_the_volunteer_s_fault(
 ) -> None:
     for result in pair:
         project.answer(result)
-    real = Path.read_bytes
+    real = os.open
 
-    def read_bytes(path: Path) -> bytes:
+    def opened(path: Any, *arguments: Any, **options: Any) -> int:
         if path == project.upload_path(pair[1]):
             raise fault
-        return real(path)
+        return real(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(os, "open", opened)
     judge(project)
     assert states(project, pair[0]["workunitid"]) == [(Outcome.SUCCESS, ValidateState.INIT)] * 2
 
