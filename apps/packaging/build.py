@@ -46,7 +46,18 @@ API_VERSION = "7.20.5"  # from 6.0 the client gives boinc_mmap_file, from 7.5 no
 OPERATORS_FILE = ".operators.json"  # beside the program; the dot keeps update_versions from publishing it
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CACHE = REPOSITORY / ".cache" / "app-builds"
+
+
+def cache_folder(root: Path) -> Path:
+    """Where builds of the sources under `root` are kept: in a copy of the repository, beside them; of an installed
+    package, in the user's own cache, since the environment may belong to somebody else."""
+    if (root / "pyproject.toml").is_file():
+        return root / ".cache" / "app-builds"
+    own = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) / "boinc-train" / "app-builds"
+
+
+CACHE = cache_folder(REPOSITORY)
 ENTRY = REPOSITORY / "apps" / "gradient" / "__main__.py"
 SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract")
 PACKAGES = ("numpy", "safetensors", "zstandard", "pyinstaller")

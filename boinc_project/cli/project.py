@@ -276,7 +276,7 @@ def stop_on_signals() -> Iterator[Flag]:
     "--cache",
     type=click.Path(path_type=Path),
     default=None,
-    help="Folder that keeps finished builds (default: .cache/app-builds in the repository).",
+    help="Folder that keeps finished builds (default: .cache/app-builds in the repository, or in ~/.cache).",
 )
 @click.option("--no-publish", is_flag=True, help="Only build; publish later with BOINC's update_versions.")
 @app_option

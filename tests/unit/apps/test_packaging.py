@@ -107,6 +107,18 @@ def test_a_version_folder_holds_for_update_versions_only_what_volunteers_need(
     assert read.plan_class == plan_class and read.files[0].physical_name == made.program.name
 
 
+def test_builds_of_an_installed_package_are_kept_in_the_users_own_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    installed = tmp_path / "site-packages"
+    assert build.cache_folder(installed) == tmp_path / "home" / ".cache" / "boinc-train" / "app-builds"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.cache_folder(installed) == tmp_path / "cache" / "boinc-train" / "app-builds"
+    assert build.CACHE == build.REPOSITORY / ".cache" / "app-builds"
+
+
 def test_a_relative_cache_is_where_the_user_stands_and_not_where_the_build_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
