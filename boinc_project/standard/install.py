@@ -33,7 +33,7 @@ from boinc_project.gt_tables import gt_job, gt_metadata
 from boinc_project.project_tree import ProjectTree
 from boinc_project.standard import editing, schema, steps
 from boinc_project.standard.findings import listed
-from boinc_project.standard.record import Change, InstallError, Record, replace_file
+from boinc_project.standard.record import Change, InstallError, Record, remove_half_made, replace_file, temporary_of
 from boinc_project.standard.steps import Snapshot, Step, Wanted
 
 _APP_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
@@ -243,6 +243,7 @@ def backup_moment() -> str:
 
 def install(project: Standard, wanted: Wanted, todo: Sequence[Step]) -> None:
     """Do the steps, each recorded before it is made."""
+    _tidy(project)
     if not todo and wanted.app in project.record.apps:
         return
     moment = backup_moment()
@@ -252,6 +253,14 @@ def install(project: Standard, wanted: Wanted, todo: Sequence[Step]) -> None:
         for change in step.changes:
             project.record.add(change)
         _apply(project, step, wanted, moment)
+
+
+def _tidy(project: Standard) -> None:
+    directory = project.project_dir
+    behind_links = {
+        (directory / name).resolve().parent for name in (steps.CONFIG, steps.AUX, steps.PROJECT, steps.SPEC)
+    }
+    remove_half_made({directory, directory / "bin", directory / "templates", project.record.folder, *behind_links})
 
 
 def _apply(project: Standard, step: Step, wanted: Wanted, moment: str) -> None:
@@ -283,7 +292,7 @@ def _activate_app(database: Database, wanted: Wanted) -> None:
 
 
 def _link(path: Path, target: str) -> None:
-    temporary = path.with_name(f".{path.name}.boinc-train.tmp")
+    temporary = temporary_of(path)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, path)
@@ -354,6 +363,7 @@ def _about(piece: editing.Piece) -> str:
 
 def uninstall(project: Standard, removal: Removal) -> list[str]:
     """Undo the changes; returns what could not be undone, a sentence each."""
+    _tidy(project)
     moment = backup_moment()
     left: list[str] = []
     for change in removal.undo:

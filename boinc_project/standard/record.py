@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from boinc_project.standard.editing import Piece
 
 FOLDER = "gt_install"
 FORMAT = 1
+_TEMPORARY_SUFFIX = ".boinc-train.tmp"
 
 
 class InstallError(ValueError):
@@ -120,10 +121,22 @@ class Record:
             shutil.copy2(path, target)
 
 
+def temporary_of(path: Path) -> Path:
+    """Under which name a file or link is made before it takes its place."""
+    return path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
+
+
+def remove_half_made(folders: Iterable[Path]) -> None:
+    """Remove what a killed process has left under such names. Only who has locked the project may do that."""
+    for folder in folders:
+        for path in folder.glob(f".*{_TEMPORARY_SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
     """Write a file, whole or not at all, through a link if it is one; mode and owner stay as they were."""
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}.boinc-train.tmp")
+    temporary = temporary_of(path)
     before = path.stat() if path.exists() else None
     try:
         with temporary.open("wb") as stream:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from boinc_project.database import Database
 from boinc_project.standard import editing, install, plan_classes, schema, steps
 from boinc_project.standard.record import Record
 from tests import mariadb
+from tests.crash_points import Main, run_daemon
 from tests.standard_project import SHAPES, contents, fingerprint, make_programs, make_standard_project
 
 needs_mariadb = pytest.mark.skipif(bool(mariadb.MISSING), reason=mariadb.MISSING)
@@ -206,6 +210,53 @@ def test_an_uninstallation_interrupted_at_any_change_is_finished_by_the_next(
         monkeypatch.setattr(install, "_undo", undo)
         assert project.run("uninstall", "--drop-tables", "--yes").exit_code == 0
         assert (fingerprint(project.folder), contents(project.db)) == untouched
+
+
+@pytest.mark.parametrize("command", ["install", "uninstall"])
+def test_a_command_that_was_killed_leaves_nothing_once_it_is_given_again(
+    project: Project, command: str, tmp_path: Path
+) -> None:
+    """Killed by SIGKILL before each renaming in turn: half-made files go with the next run."""
+    folder, log = project.folder, tmp_path / "log"
+    bare = fingerprint(folder)
+    project.install()
+    states = {"install": fingerprint(folder), "uninstall": bare}
+    left, place = [], itertools.count(1)
+    while True:
+        if command == "install":
+            assert project.run("uninstall").exit_code == 0
+        project.db.close()
+        killed = run_daemon(killed_at_renaming(next(place)), [command, str(folder)], folder, None, log).killed
+        left += half_made(folder)
+        if not killed:
+            break
+        assert project.run(command).exit_code == 0
+        assert fingerprint(folder) == states[command] and half_made(folder) == []
+        if command == "uninstall":
+            project.install()
+    assert fingerprint(folder) == states[command]
+    assert {"record.json", "config.xml"} <= {path.name.split(".boinc")[0][1:] for path in left}
+
+
+def half_made(folder: Path) -> list[Path]:
+    return list(folder.rglob(".*.tmp"))
+
+
+def killed_at_renaming(number: int) -> Main:
+    """A `boinc-train` that dies just before it renames a file for the so many-th time."""
+
+    def run(arguments: Sequence[str]) -> int:
+        real, count = os.replace, itertools.count(1)
+
+        def replace(*names: Any) -> None:
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(*names)
+
+        os.replace = replace  # type: ignore[assignment]
+        return CliRunner().invoke(main, list(arguments)).exit_code
+
+    return run
 
 
 def test_what_the_admin_changed_since_survives_uninstalling(project: Project) -> None:
