@@ -104,7 +104,7 @@ def check_config(patient: Patient) -> Iterator[Finding]:
     if patient.standard and named and named != patient.host:
         yield warning(
             f"<host> of config.xml is {named}, this machine is {patient.host}",
-            "daemons without a <host> of their own run on the other machine; run doctor there, or correct <host>",
+            f"run doctor on the other machine; if there is none, write {patient.host}: bin/start starts nothing here",
         )
     if config.dont_generate_upload_certificates != config.ignore_upload_certificates:
         yield error(
@@ -166,8 +166,8 @@ def check_processes(patient: Patient) -> Iterator[Finding]:
     found = {each.path.name: each for each in pid_files(patient.folder, patient.host)}
     here = [each for each in patient.daemons if each.pid_file and not each.disabled]
     for daemon in here:
-        if daemon.host and daemon.host != patient.host:
-            continue
+        if (daemon.host or patient.config.elements.get("host") or patient.host) != patient.host:
+            continue  # bin/start of that machine starts it
         pid_file = found.get(daemon.pid_file)
         lock = patient.folder / f"pid_{patient.host}" / daemon.lock_file
         holder = lock_holder(lock)

@@ -287,6 +287,14 @@ def test_what_makes_work_worse_is_a_warning_and_no_error(
     assert found.exit_code == 0
 
 
+def test_daemons_of_another_machine_are_not_looked_for_here(project: Standard) -> None:
+    project.option("host", "elsewhere")
+    for path in (project.folder / f"pid_{HOST}").glob("*.pid"):
+        path.unlink()
+    found = doctor(project.folder)
+    assert "never started" not in found.output and f"write {HOST}" in found.output
+
+
 def test_a_cron_entry_of_the_project_is_recognised(project: Standard, monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"*/5 * * * * cd {project.folder} ; {project.folder}/bin/start --cron\n"
     monkeypatch.setattr(doctor_tree, "_crontab", lambda: line)
