@@ -44,6 +44,7 @@ from work_generator.publish import publish_job
 
 TINY_JOB = Path(__file__).parent / "data" / "tiny_job"
 APP = "gradient"
+PROGRAM_PEAK_BYTES = 160e6  # resident memory of the packaged application's three processes before it loads a graph
 _updates: dict[str, bytes] = {}
 
 

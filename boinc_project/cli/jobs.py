@@ -10,13 +10,14 @@ from typing import Any
 import click
 import sqlalchemy as sa
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from boinc_project import store
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, app_of, app_option, open_project, project_option
 from boinc_project.cli.status import metrics_text
+from boinc_project.cli.tables import table
 from boinc_project.contract import tensorfile, whole_file
 from boinc_project.database import Database
 from boinc_project.gt_tables import (
@@ -120,11 +121,12 @@ def list_jobs(project_dir: Path | None) -> None:
     tree = open_project(project_dir)
     with tree.database() as database, database.read() as connection:
         rows = store.jobs(connection)
-    table = Table("job", "state", "policy", "version", "of", "note")
+    found = table("job", "state", "policy", "version", "of", "note")
     for row in rows:
         train = row.config.train
-        table.add_row(row.name, row.state, train.policy, str(row.current_version), str(train.max_versions), row.note)
-    Console().print(table)
+        version, last = str(row.current_version), str(train.max_versions)
+        found.add_row(row.name, row.state, train.policy, version, last, escape(row.note))
+    Console().print(found)
 
 
 @job.command("show")
@@ -138,23 +140,24 @@ def show(name: str, project_dir: Path | None) -> None:
         found = named_job(connection, name)
         versions = store.versions(connection, found.id)
         tasks = store.microtasks(connection, found.id, found.current_version)
-    console.print(f"{found.name}: {found.state} at version {found.current_version}. {found.note}")
+    console.print(f"{found.name}: {found.state} at version {found.current_version}. {escape(found.note)}")
     console.print(f"{found.config.job.description} Data: {found.config.data.license}.", highlight=False)
     console.print(
         f"policy {found.config.train.policy}, {found.config.train.microtasks_per_version} microtasks per version,"
         f" quorum {found.config.workunit.min_quorum}, {found.facts.step_flops / 1e9:.3g} GFLOP per step,"
         f" {found.facts.memory_bytes / 1e6:.0f} MB of memory, results up to {found.facts.max_update_bytes / 1e6:.2f} MB"
     )
-    table = Table("version", "loss", "held-out", "contributions", "samples", "made")
+    newest = table("version", "loss", "held-out", "contributions", "samples", "made")
     for row in versions[-20:]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))
         loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
         held_out = metrics_text(row["evaluation"]) if row["evaluation"] else ""
         values = (str(row["version"]), loss, held_out, str(row["contributions"]), str(row["samples"]), made)
-        table.add_row(*values)
-    console.print(table)
+        newest.add_row(*values)
+    console.print(newest)
     for task in tasks:
-        console.print(f"  slot {task['slot']}: {task['state']} {task['workunit_name']} {task['note']}", highlight=False)
+        note = escape(task["note"])
+        console.print(f"  slot {task['slot']}: {task['state']} {task['workunit_name']} {note}", highlight=False)
 
 
 @job.command("pause")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from boinc_project import local_run
 from boinc_project.cli.errors import Mistake
+from boinc_project.cli.tables import table
 from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.microtask import CONSTANTS_FILE, STATE_FILE
@@ -30,13 +30,13 @@ def export(job_toml: Path, output: Path | None) -> None:
     job = Job.load(job_toml)
     made = export_job(job)
     console = Console()
-    table = Table("graph", "nodes", "operators", "GFLOP per run", "MB at its peak")
+    costs = table("graph", "nodes", "operators", "GFLOP per run", "MB at its peak")
     for name, graph in (("gradient", made.gradient), ("optimizer", made.optimizer), ("evaluation", made.evaluation)):
         if graph is not None:
             operators = len(graph.operators())
             flops, peak = graph.flops() / 1e9, graph.peak_bytes() / 1e6
-            table.add_row(name, str(len(graph.nodes)), str(operators), f"{flops:.3f}", f"{peak:.1f}")
-    console.print(table)
+            costs.add_row(name, str(len(graph.nodes)), str(operators), f"{flops:.3f}", f"{peak:.1f}")
+    console.print(costs)
     for note in (*job.notes, *made.notes):
         console.print(f"note: {note}")
     if output is None:

@@ -12,10 +12,11 @@ import sqlalchemy as sa
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from boinc_project import store
 from boinc_project.cli.project import open_project, project_option
+from boinc_project.cli.tables import table
 from boinc_project.database import Database, app, host, result
 from boinc_project.gt_tables import Disposition, gt_job, gt_ledger, gt_version
 from boinc_project.states import Outcome, ServerState, ValidateState
@@ -51,7 +52,7 @@ def render(database: Database) -> Group:
             return Group("The project has no jobs yet; make one with boinc-train job create.")
         jobs = store.jobs(connection)
         return Group(
-            _job_table(connection, jobs),
+            *_job_tables(connection, jobs),
             _queue_table(connection, jobs),
             *_error_tables(connection, jobs),
             _host_table(connection, jobs),
@@ -59,33 +60,31 @@ def render(database: Database) -> Group:
         )
 
 
-def column(title: str) -> Column:
-    """A column that is never cut, for names that one copies into the next command."""
-    return Column(title, overflow="fold", no_wrap=False, min_width=12)
-
-
-def _job_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table(
-        column("job"), "state", "version", "loss", "held-out", "s/version", "staleness", "last", "note", title="jobs"
-    )
+def _job_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> tuple[Table, Table]:
+    """Where the jobs are, and how their training goes."""
+    where = table("job", "state", "version", "last", "note", title="jobs")
+    training = table("job", "loss", "held-out", "s/version", "staleness", title="training")
     for job in jobs:
         versions = store.versions(connection, job.id)
         losses = [row["loss"] for row in versions if row["loss"] is not None]
         evaluated = [row["evaluation"] for row in versions if row["evaluation"]]
         times = [float(row["create_time"]) for row in versions]
         pace = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-        table.add_row(
+        where.add_row(
             job.name,
             job.state,
             f"{job.current_version}/{job.config.train.max_versions}",
-            f"{losses[-1]:.4g}" if losses else "",
-            metrics_text(evaluated[-1]) if evaluated else "",
-            f"{pace:.1f}" if pace else "",
-            staleness(connection, job.id),
             ago(times[-1]) if times else "",
             escape(job.note),
         )
-    return table
+        training.add_row(
+            job.name,
+            f"{losses[-1]:.4g}" if losses else "",
+            escape(metrics_text(evaluated[-1])) if evaluated else "",
+            f"{pace:.1f}" if pace else "",
+            staleness(connection, job.id),
+        )
+    return where, training
 
 
 def staleness(connection: sa.Connection, job_id: int) -> str:
@@ -108,7 +107,7 @@ def staleness(connection: sa.Connection, job_id: int) -> str:
 
 def _error_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> list[Table]:
     """How tasks failed lately, the commonest first; nothing where none did."""
-    table = Table("errors of", "exit status", "tasks", "hosts", "last words", title=f"last {RECENT_RESULTS} tasks")
+    found = table("errors of", "exit status", "tasks", "hosts", "last words", title=f"last {RECENT_RESULTS} tasks")
     for appid in sorted({job.appid for job in jobs}):
         name = str(connection.execute(sa.select(app.c.name).where(app.c.id == appid)).scalar())
         newest = (
@@ -123,21 +122,19 @@ def _error_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> list[T
         by_status: dict[int, list[tuple[int, str]]] = {}
         for status, host_id, text in rows:
             by_status.setdefault(int(status), []).append((int(host_id), str(text or "")))
-        for status, found in sorted(by_status.items(), key=lambda item: -len(item[1]))[:ERRORS_SHOWN]:
-            words = store.last_words([text for _, text in found])
-            table.add_row(escape(name), str(status), str(len(found)), str(len({h for h, _ in found})), escape(words))
-    return [table] if table.row_count else []
+        for status, tasks in sorted(by_status.items(), key=lambda item: -len(item[1]))[:ERRORS_SHOWN]:
+            words = store.last_words([text for _, text in tasks])
+            found.add_row(escape(name), str(status), str(len(tasks)), str(len({h for h, _ in tasks})), escape(words))
+    return [found] if found.row_count else []
 
 
 def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table(
-        "results of", "unsent", "in progress", "to judge", "valid", "invalid", "errors", "no reply", title="work"
-    )
+    found = table("app", "unsent", "in progress", "to judge", "valid", "invalid", "errors", "no reply", title="work")
     for appid in sorted({job.appid for job in jobs}):
         counts = result_counts(connection, appid)
         name = connection.execute(sa.select(app.c.name).where(app.c.id == appid)).scalar()
-        table.add_row(escape(str(name)), *(str(counts[key]) for key in QUEUE_COLUMNS))
-    return table
+        found.add_row(escape(str(name)), *(str(counts[key]) for key in QUEUE_COLUMNS))
+    return found
 
 
 def result_counts(connection: sa.Connection, appid: int) -> dict[str, int]:
@@ -163,7 +160,7 @@ def _kind(state: int, outcome: int, validated: int) -> str:
 
 
 def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
-    table = Table("host", "user", "name", "processors", "credit", "in progress", "last contact", title="hosts")
+    found = table("host", "user", "name", "CPUs", "credit", "in progress", "last contact", title="hosts")
     in_progress = (
         sa.select(result.c.hostid, sa.func.count())
         .where(
@@ -175,7 +172,7 @@ def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
     busy = {int(host_id): int(number) for host_id, number in connection.execute(in_progress)}
     query = sa.select(host).where(host.c.userid != 0).order_by(host.c.rpc_time.desc()).limit(HOSTS_SHOWN)
     for row in connection.execute(query).mappings():
-        table.add_row(
+        found.add_row(
             str(row["id"]),
             str(row["userid"]),
             escape(str(row["domain_name"] or "")),
@@ -184,15 +181,15 @@ def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
             str(busy.get(row["id"], 0)),
             ago(float(row["rpc_time"])),
         )
-    return table
+    return found
 
 
 def _daemon_table(connection: sa.Connection) -> Table:
-    table = Table("daemon", "process", "last pass", title="daemons")
+    found = table("daemon", "process", "last pass", title="daemons")
     for row in store.heartbeats(connection):
         late = time.time() - float(row["time"]) > DAEMON_LATE_S
-        table.add_row(str(row["daemon"]), str(row["pid"]), ago(float(row["time"])) + (" (late)" if late else ""))
-    return table
+        found.add_row(str(row["daemon"]), str(row["pid"]), ago(float(row["time"])) + (" (late)" if late else ""))
+    return found
 
 
 def metrics_text(evaluation: str) -> str:

@@ -393,7 +393,7 @@ def _undo(project: Standard, change: Change, moment: str) -> str:
             project.record.back_up(path, moment)
             path.unlink()
         elif path.exists():
-            return f"{path} was changed since and stays"
+            return f"{path}: it was changed since"
     elif change.kind == "link":
         if path.is_symlink() and os.readlink(path) == change.content:
             if change.before:
@@ -453,7 +453,7 @@ def _undo_app(database: Database, change: Change) -> str:
             if number:
                 connection.execute(sa.update(app).where(app.c.id == row["id"]).values(deprecated=1))
                 return (
-                    f"the row of the app {change.path} stays, deprecated: {number} rows of {name} refer to it,"
+                    f"the row of the app {change.path}, deprecated: {number} rows of {name} refer to it,"
                     " and BOINC's programs stop on work without an app; no new work of it is sent"
                 )
         connection.execute(sa.delete(app).where(app.c.id == row["id"]))

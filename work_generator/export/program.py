@@ -28,6 +28,8 @@ from work_generator.references import siblings_importable
 Array = NDArray[np.generic]
 Constants = dict[str, Array]
 
+LEFT_OUT = "the last samples of a pass over the data that do not fill a batch are left out"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedGraph:
@@ -52,6 +54,7 @@ class ExportedJob:
     `state_dict`: name in the admin's model.state_dict() -> name in `state` or `constants` (several
     names may share one tensor, as tied weights do).
     `needs_full_batches`, `evaluation_needs_full_batches`: pad no batch of that graph.
+    `notes`: sentences worth telling the admin, beside those of the Job.
     """
 
     gradient: Graph
@@ -85,9 +88,6 @@ def export_job(job: Job) -> ExportedJob:
     buffers = {f"buffer/{name}": b for name, b in job.model.named_buffers()}
     state = {f"parameter/{name}": p for name, p in trained.items()}
     state.update({name: b for name, b in buffers.items() if name in changing})
-    notes = list(job.notes)
-    if gradient.needs_full_batches:
-        notes.append("the last samples of a pass over the data that do not fill a batch are left out")
     return ExportedJob(
         gradient=gradient.graph,
         optimizer=optimizer,
@@ -97,7 +97,7 @@ def export_job(job: Job) -> ExportedJob:
         state_dict=state_dict_names(job.model, changing),
         needs_full_batches=gradient.needs_full_batches,
         evaluation_needs_full_batches=evaluation.needs_full_batches,
-        notes=tuple(notes),
+        notes=(LEFT_OUT,) if gradient.needs_full_batches else (),
     )
 
 

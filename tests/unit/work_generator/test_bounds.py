@@ -14,12 +14,11 @@ from boinc_project import store, templates
 from boinc_project.database import workunit
 from boinc_project.job_folder import JobFacts, Published
 from boinc_project.project_tree import PublishedFile
-from tests.tiny_project import TinyProject, tiny_project
+from tests.tiny_project import PROGRAM_PEAK_BYTES, TinyProject, tiny_project
 from work_generator.workunits import Forms, make_content
 
 HOST_SPEEDS = (1e6, 1e9, 2.7e12, 1e14, 1e15)  # FLOP/s that a host may claim; 2.7e12: an HD 5870
 LEAST_LIMIT_S = 1800.0
-PROGRAM_PEAK_BYTES = 160e6  # resident memory of the packaged application's three processes before it loads a graph
 
 
 @pytest.fixture(scope="module")

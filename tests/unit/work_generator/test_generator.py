@@ -14,7 +14,7 @@ from boinc_project.contract.update import max_update_bytes, update_types
 from boinc_project.daemon import Options
 from boinc_project.gt_tables import JobState, gt_file, gt_job, gt_microtask
 from boinc_project.states import AssimilateState, ServerState
-from tests.tiny_project import TinyProject, tiny_project
+from tests.tiny_project import PROGRAM_PEAK_BYTES, TinyProject, tiny_project
 from work_generator.supply import Issue
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -52,7 +52,7 @@ def test_bounds_leave_every_host_half_an_hour_and_ten_times_what_it_expects(toml
                 limit, expected = unit["rsc_fpops_bound"] / speed, unit["rsc_fpops_est"] / speed
                 assert limit >= 1800 and limit >= 10 * expected
             facts = project.job.facts
-            assert unit["rsc_memory_bound"] >= 1.5 * facts.memory_bytes + 250e6
+            assert unit["rsc_memory_bound"] >= 1.5 * (facts.memory_bytes + PROGRAM_PEAK_BYTES)
             sizes = sum(row["bytes"] for row in project.rows(gt_file, kind="shard"))
             assert unit["rsc_disk_bound"] >= 500e6 + sizes + 3 * facts.memory_bytes + facts.max_update_bytes
 
