@@ -87,8 +87,7 @@ class Generator:
         if reason:
             log.info("[JOB %s] finished: %s", job.name, reason)
             if not self.options.dry_run:
-                with self.database.transaction() as connection:
-                    store.set_job_state(connection, job.id, JobState.FINISHED, reason)
+                self._set_state(job, JobState.FINISHED, reason)
             return True
         with self.database.read() as connection:
             rows = store.microtasks(connection, job.id, job.current_version)
@@ -145,8 +144,7 @@ class Generator:
         documents = self.tree.stage_files({draft.file_name: draft.text for draft in drafts})
         for first in range(0, len(drafts), WORKUNITS_PER_COMMIT):
             part = slice(first, first + WORKUNITS_PER_COMMIT)
-            with self.database.transaction() as connection:
-                made += issue.insert(connection, job, drafts[part], documents, rows[part])
+            made += issue.insert(self.database, job, drafts[part], documents, rows[part])
         for draft in made:
             log.info(
                 "[WU %s] created: version %d, slot %d, attempt %d, %d samples, %d steps",
@@ -188,8 +186,10 @@ class Generator:
         """Stop the job with the reason, until an admin resumes it."""
         log.critical("[JOB %s] stopped: %s", job.name, reason)
         if not self.options.dry_run:
-            with self.database.transaction() as connection:
-                store.set_job_state(connection, job.id, JobState.FAILED, reason)
+            self._set_state(job, JobState.FAILED, reason)
+
+    def _set_state(self, job: JobRow, state: JobState, note: str) -> None:
+        self.database.repeated(lambda connection: store.set_job_state(connection, job.id, state, note))
 
     def _wait_for_transitioner(self, appid: int) -> None:
         """Count again only when the results of what was issued exist."""
@@ -218,21 +218,24 @@ class Generator:
             if self.options.dry_run:
                 log.info("[WU#%d %s] would get another copy", row["id"], row["name"])
                 continue
-            with self.database.transaction() as connection:
-                changed = connection.execute(
-                    sa.update(workunit)
-                    .where(
-                        workunit.c.id == row["id"],
-                        workunit.c.target_nresults == row["target_nresults"],
-                        workunit.c.canonical_resultid == 0,
-                        workunit.c.error_mask == 0,
-                        workunit.c.transition_time < NEVER,
-                    )
-                    .values(target_nresults=row["target_nresults"] + 1, transition_time=now)
+            one_more = (
+                sa.update(workunit)
+                .where(
+                    workunit.c.id == row["id"],
+                    workunit.c.target_nresults == row["target_nresults"],
+                    workunit.c.canonical_resultid == 0,
+                    workunit.c.error_mask == 0,
+                    workunit.c.transition_time < NEVER,
                 )
-            if changed.rowcount:
+                .values(target_nresults=row["target_nresults"] + 1, transition_time=now)
+            )
+            if self._changes(one_more):
                 log.info("[WU#%d %s] is slow: one more copy is asked for", row["id"], row["name"])
         return bool(slow) and not self.options.dry_run
+
+    def _changes(self, statement: sa.Update) -> bool:
+        """Whether an UPDATE in a transaction of its own finds a row."""
+        return bool(self.database.repeated(lambda connection: connection.execute(statement).rowcount))
 
     def _take_back(self, job: JobRow) -> None:
         """Cancel what nobody was sent and that serves nobody; delete files of older versions that nobody needs."""

@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection
 
 from boinc_project import store
 from boinc_project.contract.microtask import STATE_FILE
-from boinc_project.database import workunit
+from boinc_project.database import Database, workunit
 from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
 from boinc_project.job_folder import Published, file_sha256
 from boinc_project.project_tree import ProjectTree, PublishedFile
@@ -86,14 +86,21 @@ def make(job: JobRow, issues: Sequence[Issue], state: Published) -> list[Draft]:
 
 
 def insert(
-    connection: Connection, job: JobRow, drafts: Sequence[Draft], documents: Mapping[str, PublishedFile],
+    database: Database, job: JobRow, drafts: Sequence[Draft], documents: Mapping[str, PublishedFile],
     rows: Sequence[store.Row],
 ) -> list[Draft]:  # fmt: skip
-    """Insert our rows and BOINC's, the workunits last; returns the drafts that were not there already.
+    """Insert our rows and BOINC's in one transaction, the workunits last; returns the drafts that were not there.
 
     Nothing is inserted if the job went on or stopped meanwhile, or if a file that the workunits name has been
     retired by another instance: the next pass looks again.
     """
+    return database.repeated(lambda connection: _insert(connection, job, drafts, documents, rows))
+
+
+def _insert(
+    connection: Connection, job: JobRow, drafts: Sequence[Draft], documents: Mapping[str, PublishedFile],
+    rows: Sequence[store.Row],
+) -> list[Draft]:  # fmt: skip
     locked = store.lock_job(connection, job.id)
     if locked is None or locked["current_version"] != job.current_version or locked["state"] != JobState.RUNNING:
         return []

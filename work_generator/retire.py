@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -37,20 +38,30 @@ def retire_files(database: Database, tree: ProjectTree, job: JobRow) -> bool:
     for start in range(0, len(names), FILES_PER_LOCK):
         part = names[start : start + FILES_PER_LOCK]
         # A rollback would make an older version the current one again; then nothing of it may go.
-        with database.transaction() as connection:
-            if not _is_current(connection, job):
-                return False
-            _mark(connection, part, FileState.RETIRING)
-        with database.transaction() as connection:
-            if not _is_current(connection, job):
-                return False
-            known = read_rows(connection, gt_file, ("name",), [(name,) for name in part], ("name", "state"))
-            still = [str(name) for (name,), row in known.items() if row["state"] == FileState.RETIRING]
-            for name in still:
-                tree.delete_published(name)
-            _mark(connection, still, FileState.DELETED)
+        marked = database.repeated(partial(_begin_to_retire, job=job, names=part))
+        if not marked or not database.repeated(partial(_retire, tree=tree, job=job, names=part)):
+            return False
         log.debug("[JOB %s] retired %d files", job.name, len(part))
     return not needed
+
+
+def _begin_to_retire(connection: Connection, job: JobRow, names: Sequence[str]) -> bool:
+    if not _is_current(connection, job):
+        return False
+    _mark(connection, names, FileState.RETIRING)
+    return True
+
+
+def _retire(connection: Connection, tree: ProjectTree, job: JobRow, names: Sequence[str]) -> bool:
+    """Delete the files that are marked still. As after a crash, doing it again deletes what is left of them."""
+    if not _is_current(connection, job):
+        return False
+    known = read_rows(connection, gt_file, ("name",), [(name,) for name in names], ("name", "state"))
+    still = [str(name) for (name,), row in known.items() if row["state"] == FileState.RETIRING]
+    for name in still:
+        tree.delete_published(name)
+    _mark(connection, still, FileState.DELETED)
+    return True
 
 
 def versions_in_use(connection: Connection, job: JobRow, versions: Sequence[int]) -> set[int]:
@@ -92,16 +103,14 @@ def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
     for name, row in sorted(units.items(), key=lambda each: int(each[1]["id"])):
         if int(row["id"]) in sent:
             continue
-        with database.transaction() as connection:
-            if _cancel(connection, int(row["id"])):
-                _withdraw(connection, name)
-                settled.add(name)
-                cancelled += 1
-                log.info("[WU#%d %s] cancelled: nobody was sent it, and it serves no version", row["id"], name)
+        if database.repeated(partial(_cancel, identifier=int(row["id"]), name=name)):
+            settled.add(name)
+            cancelled += 1
+            log.info("[WU#%d %s] cancelled: nobody was sent it, and it serves no version", row["id"], name)
     return cancelled
 
 
-def _cancel(connection: Connection, identifier: int) -> bool:
+def _cancel(connection: Connection, identifier: int, name: str) -> bool:
     """Cancel a workunit as BOINC's own tools do (sched/cancel_jobs), unless a copy of it was ever sent."""
     locked = read_rows(
         connection, workunit, ("id",), [(identifier,)], ("id", "assimilate_state", "error_mask", "canonical_resultid"),
@@ -121,6 +130,7 @@ def _cancel(connection: Connection, identifier: int) -> bool:
     connection.execute(
         sa.update(workunit).where(workunit.c.id == identifier).values(error_mask=mask, transition_time=int(time.time()))
     )
+    _withdraw(connection, name)
     return True
 
 
