@@ -68,8 +68,8 @@ def _given_up(patient: Patient, connection: Connection, beats: Beats, wanted: se
             )
         else:
             yield note(
-                f"gt_{daemon} runs (process {row['pid']}), but config.xml does not name it",
-                f"kill {row['pid']}, where it runs; or add it to <daemons>",
+                f"{_late(daemon, row, seconds)}, but config.xml does not name it",
+                f"if process {row['pid']} is still that daemon, end it or add it to <daemons>",
             )
 
 

@@ -94,7 +94,7 @@ def test_rows_of_instances_that_config_xml_no_longer_names_are_notes_whose_comma
 
 def test_an_instance_that_runs_although_config_xml_does_not_name_it_is_a_note(project: tuple[Path, Database]) -> None:
     (finding,) = examined(project, [""], {"validator": 5.0, "validator other": 5.0})
-    assert finding.severity == Severity.NOTE and finding.remedy.startswith("kill 77")
+    assert finding.severity == Severity.NOTE and finding.remedy.startswith("if process 77 is still that daemon")
 
 
 def test_a_daemon_that_starts_forgets_those_that_were_silent_for_a_week(project: tuple[Path, Database]) -> None:
