@@ -16,7 +16,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
-from apps.gradient.backends.backend import Call, Number, element_strides
+import numpy as np
+
+from apps.gradient.backends.backend import Call, Number
+from apps.gradient.opencl import chain_text
+from apps.gradient.opencl.chains import Chain, Chains
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.values import (
     DEVICE_BYTES,
@@ -43,10 +47,12 @@ class Emitter:
 
     def __init__(self, device: DeviceFacts, ops: Mapping[str, Lower]) -> None:
         self.device = device
-        self.launches: list[Launch] = []
         self.storages: list[Storage] = []
+        self.constants: dict[int, np.ndarray[Any, Any]] = {}  # by storage: what is uploaded once
         self.node = 0  # of the graph, for error messages
         self._ops = ops
+        self._items: list[Launch | Chain] = []
+        self._chains = Chains()
 
     # Tensors.
 
@@ -72,11 +78,21 @@ class Emitter:
         """The values in another shape, copied only if they do not follow one another."""
         return self.dense(view).reshaped(shape)
 
-    def copy(self, source: View, target: View) -> None:
-        """Copy values of the same shape and dtype; both may be strided."""
-        from apps.gradient.opencl.movement import emit_copy
+    def copy(self, source: View, target: View, disjoint: bool = False) -> None:
+        """Copy values of the same shape and dtype; both may be strided. `disjoint`: no other copy goes there."""
+        if not disjoint:
+            self._complete([target.storage])
+        self.chain("copy", {}, [source], target)
 
-        emit_copy(self, source, target)
+    def constant(self, array: np.ndarray[Any, Any]) -> View:
+        """A tensor with these values, which are known beforehand."""
+        view = self.fresh(array.dtype.name, array.shape)
+        self.constants[view.storage.number] = array
+        return view
+
+    def number_of(self, view: View) -> Number | None:
+        """The number that fills a tensor, where it is known before anything runs."""
+        return self._chains.number_of(view)
 
     def number(self, value: Number, dtype: str, shape: Sequence[int] = ()) -> View:
         """A tensor filled with a number."""
@@ -119,56 +135,67 @@ class Emitter:
         moved = sum(
             each.view.numel * DEVICE_BYTES[each.view.dtype] for each in arguments if isinstance(each, (Read, Write))
         )
-        self.add(
-            Launch(
-                source=Source(file),
-                kernel=kernel,
-                defines=tuple(sorted((defines or {}).items())),
-                global_size=rounded,
-                local_size=local,
-                arguments=tuple(arguments),
-                split=split,
-                flops=flops,
-                nbytes=moved if nbytes is None else nbytes,
-                node=self.node,
-            )
+        launch = Launch(
+            source=Source(file),
+            kernel=kernel,
+            defines=tuple(sorted((defines or {}).items())),
+            global_size=rounded,
+            local_size=local,
+            arguments=tuple(arguments),
+            split=split,
+            flops=flops,
+            nbytes=moved if nbytes is None else nbytes,
+            node=self.node,
         )
+        read, written = launch.storages()
+        self._complete(sorted(read | written, key=lambda storage: storage.number))
+        self._items.append(launch)
 
-    def add(self, launch: Launch) -> None:
-        """Append a launch; completes pending elementwise values that it reads."""
-        self.launches.append(launch)
+    def chain(self, op: str, attrs: Mapping[str, Any], inputs: Sequence[View], out: View) -> None:
+        """Compute an elementwise operator over the elements of `out`, in one kernel with its neighbours."""
+        self._items += self._chains.append(op, attrs, inputs, out, self.node)
 
+    def _complete(self, storages: Sequence[Storage]) -> None:
+        self._items += self._chains.complete(storages)
 
-def expanded(view: View, shape: Sequence[int]) -> View:
-    """The view broadcast to a shape as numpy does it: sizes of 1 are repeated by strides of 0."""
-    missing = len(shape) - len(view.shape)
-    strides = [0] * missing + [
-        0 if size == 1 and wanted != 1 else stride
-        for size, stride, wanted in zip(view.shape, view.strides, shape[missing:])
-    ]
-    return View(view.storage, tuple(shape), tuple(strides), view.offset)
+    # The end.
 
+    def finish(self, outputs: Sequence[View]) -> list[Launch]:
+        """The launches that compute these, in order: without those of which nothing is read."""
+        self._complete([view.storage for view in outputs])
+        needed = {view.storage.number for view in outputs}
+        kept: list[Launch | chain_text.Kernel] = []
+        for item in reversed(self._items):
+            if isinstance(item, Chain):
+                reads = chain_text.reads_of(item, needed)
+                kernel = chain_text.kernel_of(item, needed, self.device)
+                if kernel is not None:
+                    kept.append(kernel)
+                    needed |= reads
+                continue
+            read, written = item.storages()
+            if needed & {storage.number for storage in written}:
+                kept.append(item)
+                needed |= {storage.number for storage in read | written}
+        return self._named(kept[::-1])
 
-def collapsed(shape: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Fewest dimensions that walk the same elements in the same order, for several stride lists at once.
-
-    Dimensions of size 1 are dropped and neighbours are joined where every list allows it.
-    """
-    kept = [axis for axis, size in enumerate(shape) if size != 1]
-    sizes: list[int] = []
-    walks: list[list[int]] = [[] for _ in strides]
-    for axis in kept:
-        if sizes and all(walk[-1] == given[axis] * shape[axis] for walk, given in zip(walks, strides)):
-            sizes[-1] *= shape[axis]
-            for walk, given in zip(walks, strides):
-                walk[-1] = given[axis]
-        else:
-            sizes.append(shape[axis])
-            for walk, given in zip(walks, strides):
-                walk.append(given[axis])
-    return tuple(sizes), [tuple(walk) for walk in walks]
-
-
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor."""
-    return element_strides(shape)
+    def _named(self, items: Sequence[Launch | chain_text.Kernel]) -> list[Launch]:
+        """Chains' kernels put into one source for each vector width, equal ones once."""
+        names: dict[int, dict[str, str]] = {}
+        for item in items:
+            if isinstance(item, chain_text.Kernel):
+                known = names.setdefault(item.width, {})
+                known.setdefault(item.text, f"chain_{len(known)}")
+        sources = {
+            width: Source(
+                chain_text.FUNCTIONS,
+                "\n".join(text.replace("KERNEL", name, 1) for text, name in known.items()),
+            )
+            for width, known in names.items()
+        }
+        return [
+            item.launch(sources[item.width], names[item.width][item.text])
+            if isinstance(item, chain_text.Kernel)
+            else item
+            for item in items
+        ]
