@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from apps.gradient.backends.backend import Backend, Call, Kernel, Number, Tensor
-from boinc_project.contract.graph import Graph, Node
-from boinc_project.contract.opset import OPSET, TensorType, infer
+from boinc_project.contract.graph import Graph, GraphBuilder, Node
+from boinc_project.contract.opset import OPSET, TensorType
 
 __all__ = ["Backend", "ExecutionError", "Executor", "apply", "missing_operators"]
 
@@ -40,6 +40,13 @@ class ExecutionError(RuntimeError):
         self.index, self.op, self.where = index, node.op, node.where
 
 
+def failure(graph: Graph, index: int, cause: BaseException) -> ExecutionError:
+    """The error of a graph's node."""
+    node, values = graph.nodes[index], graph.value_types()
+    types = ", ".join("none" if value is None else str(values[value]) for value in node.inputs)
+    return ExecutionError(index, node, types, cause)
+
+
 @dataclass(frozen=True)
 class _Step:
     """One node of the plan: values[first : first+count] = kernel(values[arguments]); then drop `dead`."""
@@ -53,7 +60,7 @@ class _Step:
 
 
 class Executor:
-    """A graph prepared for a backend; `run` may be called any number of times.
+    """A graph prepared for a backend whose operators run one after another; `run` may be called any number of times.
 
     With `verify` every output's dtype and shape is compared with the graph's: for tests and for new backends.
     """
@@ -162,9 +169,7 @@ class Executor:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _failure(self, index: int, cause: Exception) -> ExecutionError:
-        node = self.graph.nodes[index]
-        types = ", ".join("none" if value is None else str(self._types[value]) for value in node.inputs)
-        return ExecutionError(index, node, types, cause)
+        return failure(self.graph, index, cause)
 
     def _check_outputs(self, index: int, made: list[Any]) -> None:
         node = self.graph.nodes[index]
@@ -177,14 +182,17 @@ class Executor:
 def apply(
     backend: Backend, op: str, tensors: Sequence[Tensor | None], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, ...]:
-    """One operator on tensors, without a graph: for sums between steps, and for tests. Raises what fails."""
-    types = tuple(None if tensor is None else backend.type_of(tensor) for tensor in tensors)
-    attributes = dict(attrs or {})
-    outputs = infer(op, types, attributes)
-    kernel = backend.ops[op](Call(op, attributes, types, outputs, (None,) * len(types)))
-    with backend.scope():
-        made = kernel(*tensors)
-    return (made,) if len(outputs) == 1 else tuple(made)
+    """One operator on tensors, as a graph of one node. Raises what fails."""
+    builder = GraphBuilder()
+    given = {f"in{i}": tensor for i, tensor in enumerate(tensors) if tensor is not None}
+    types = {name: backend.type_of(tensor) for name, tensor in given.items()}
+    values = {name: builder.input(name, "constant", kind.dtype, kind.shape) for name, kind in types.items()}
+    for number, value in enumerate(builder.node(op, [values.get(f"in{i}") for i in range(len(tensors))], attrs)):
+        builder.output(f"out{number}", "metric", value)
+    try:
+        return tuple(backend.program(builder.build()).run(given).values())
+    except ExecutionError as error:
+        raise (error.__cause__ or error) from None
 
 
 def missing_operators(backend: Backend) -> list[str]:

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from apps.gradient.backends.backend import Backend
 from apps.gradient.checkpoint import Checkpoint
-from apps.gradient.executor import Executor
 from boinc_project.contract import tensorfile
 from boinc_project.contract.errors import ContractError, UnfitHost
 from boinc_project.contract.estimates import memory_bytes
@@ -183,9 +182,10 @@ class Run:
         self.timings = timings or Timings()
         self.step_number = 0
         start = time.monotonic()
-        self._gradient = Executor(loaded.gradient, backend)
-        self._optimizer = Executor(loaded.optimizer, backend) if loaded.optimizer else None
-        self._adder = Executor(_sum_graph(loaded.gradient), backend)
+        self._gradient = backend.program(loaded.gradient)
+        in_place = frozenset({"parameter", "optimizer"})
+        self._optimizer = backend.program(loaded.optimizer, consume=in_place) if loaded.optimizer else None
+        self._adder = backend.program(_sum_graph(loaded.gradient), consume=frozenset({"optimizer"}))
         self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}
         self._values = {name: backend.from_numpy(array) for name, array in loaded.state.items()}
         if loaded.optimizer is not None:
@@ -249,8 +249,8 @@ class Run:
     def _accumulate(self, outputs: Mapping[str, Any]) -> None:
         made = {output.name: outputs[output.name] for output in self.loaded.gradient.outputs_of_kind("gradient")}
         if self._sums:
-            before = {f"before/{name}": value for name, value in self._sums.items()}
-            made = self._adder.run({**before, **made})
+            fresh = {f"fresh/{name}": value for name, value in made.items()}
+            made = self._adder.run({**self._sums, **fresh})
         self._sums = made
 
     def _local_step(self, outputs: Mapping[str, Any], index: int, check: Callable[[], None] | None) -> None:
@@ -329,8 +329,8 @@ def _sum_graph(gradient: Graph) -> Graph:
     types = gradient.output_types()
     names = [output.name for output in gradient.outputs_of_kind("gradient")]
     builder = GraphBuilder()
-    before = {n: builder.input(f"before/{n}", "gradient", types[n].dtype, types[n].shape) for n in names}
-    fresh = {n: builder.input(n, "gradient", types[n].dtype, types[n].shape) for n in names}
+    before = {n: builder.input(n, "optimizer", types[n].dtype, types[n].shape) for n in names}
+    fresh = {n: builder.input(f"fresh/{n}", "gradient", types[n].dtype, types[n].shape) for n in names}
     for name in names:
         (total,) = builder.node("add", [before[name], fresh[name]])
         builder.output(name, "gradient", total)

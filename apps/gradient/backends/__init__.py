@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 
-from apps.gradient.backends.backend import Backend, Call, Kernel, OutOfRange, Prepare, Tensor
+from apps.gradient.backends.backend import Backend, Call, Kernel, OutOfRange, Prepare, Program, Tensor
 from boinc_project.contract.errors import UnfitHost
 
-__all__ = ["BACKEND_MODULES", "Backend", "Call", "Kernel", "OutOfRange", "Prepare", "Tensor", "open_backend"]
+__all__ = ["BACKEND_MODULES", "Backend", "Call", "Kernel", "OutOfRange", "Prepare", "Program", "Tensor", "open_backend"]
 
 BACKEND_MODULES = {
     "numpy": "apps.gradient.backends.numpy_backend",
     "torch": "apps.gradient.backends.torch_backend",
+    "opencl": "apps.gradient.opencl.opencl_backend",
 }
 
 

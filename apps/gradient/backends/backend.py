@@ -10,12 +10,14 @@ Every backend has the same operators as the opset. The numpy backend is the spec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol, Union
 
 import numpy as np
 
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import TensorType
 
 Tensor = Any  # the backend's own tensor class
@@ -49,6 +51,17 @@ class OutOfRange(IndexError):
     """A tensor holds an index beyond the dimension it selects from."""
 
 
+class Program(Protocol):
+    """A graph prepared for a backend; it may be run any number of times."""
+
+    def run(self, inputs: Mapping[str, Tensor], check: Callable[[], None] | None = None) -> dict[str, Tensor]:
+        """Outputs by name for inputs by name (more inputs than the graph names are allowed).
+
+        `check` is called often and stops the run by raising; its exception passes unchanged. Outputs may share
+        memory with inputs. Raises ValueError for a missing or wrong input, ExecutionError for a node that failed.
+        """
+
+
 class Backend(Protocol):
     """Where a graph runs."""
 
@@ -57,8 +70,15 @@ class Backend(Protocol):
         """`numpy`, `torch` or `opencl`."""
 
     @property
-    def ops(self) -> Mapping[str, Prepare]:
-        """Operator -> how to prepare it; the keys are those of OPSET."""
+    def ops(self) -> Mapping[str, Any]:
+        """Operator -> how the backend prepares it; the keys are those of OPSET, in its order."""
+
+    def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
+        """A graph prepared for this backend.
+
+        verify   compare every value's dtype and shape with the graph's: for tests and for new backends
+        consume  kinds of inputs that are not needed after a run: an output of the same name may take their memory
+        """
 
     def describe(self) -> Mapping[str, str]:
         """Device, library versions and precision settings, for the result's metadata."""

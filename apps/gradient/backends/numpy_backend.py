@@ -8,6 +8,7 @@ to its inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,8 +21,10 @@ from apps.gradient.backends import (
     numpy_indexing,
     numpy_reductions,
 )
-from apps.gradient.backends.backend import Call, Kernel, Prepare
+from apps.gradient.backends.backend import Call, Kernel, Prepare, Program
+from apps.gradient.executor import Executor
 from boinc_project.contract.errors import UnfitHost
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType
 
 Array = np.ndarray[Any, Any]
@@ -80,6 +83,10 @@ class NumpyBackend:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._limits = threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+
+    def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
+        """The operators one after another; a value's memory is freed after its last use."""
+        return Executor(graph, self, verify)
 
     def describe(self) -> Mapping[str, str]:
         """Device, library versions and precision settings."""

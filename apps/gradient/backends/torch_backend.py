@@ -15,6 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any, Callable
 
@@ -23,8 +24,10 @@ import torch
 from torch import Tensor
 
 from apps.gradient import philox
-from apps.gradient.backends.backend import Call, Kernel, Prepare, out_of_range
+from apps.gradient.backends.backend import Call, Kernel, Prepare, Program, out_of_range
+from apps.gradient.executor import Executor
 from boinc_project.contract.errors import UnfitHost
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType, number
 
 aten: Any = torch.ops.aten
@@ -616,6 +619,10 @@ class TorchBackend:
             _plain_arithmetic()
         table = _device_independent(device)
         self.ops: Mapping[str, Prepare] = {name: table[name] for name in OPSET}
+
+    def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
+        """The operators one after another; a value's memory is freed after its last use."""
+        return Executor(graph, self, verify)
 
     def describe(self) -> Mapping[str, str]:
         """Device, library versions and precision settings."""
