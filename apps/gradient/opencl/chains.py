@@ -143,6 +143,8 @@ class Chains:
         node: int,
     ) -> list[Chain]:
         """Add an operator over the elements of `store`; returns chains that had to be completed first, in order."""
+        if store.numel == 0:
+            return []
         done: list[Chain] = []
         views = [expanded(view, store.shape) for view in inputs]
         joined: list[Chain] = []

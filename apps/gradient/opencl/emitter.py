@@ -34,7 +34,7 @@ from apps.gradient.opencl.values import (
     Write,
     whole,
 )
-from boinc_project.contract.opset import TensorType, infer
+from boinc_project.contract.opset import TensorType, infer, number
 
 Inputs = Sequence[Optional[View]]
 Lower = Callable[[Call, Inputs, "Emitter"], Sequence[View]]
@@ -92,11 +92,13 @@ class Emitter:
 
     def number_of(self, view: View) -> Number | None:
         """The number that fills a tensor, where it is known before anything runs."""
-        return self._chains.number_of(view)
+        found = self._chains.number_of(view)
+        return None if found is None else number(found)
 
     def number(self, value: Number, dtype: str, shape: Sequence[int] = ()) -> View:
         """A tensor filled with a number."""
-        attrs = {"shape": list(shape), "value": value, "dtype": dtype}
+        written = value if math.isfinite(value) else str(float(value))  # as JSON has to write it
+        attrs = {"shape": list(shape), "value": written, "dtype": dtype}
         return self.apply("full", [], attrs)[0]
 
     # Operators and launches.
