@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project.database import Database, app, app_version, result, workunit
+from boinc_project.database import Database, app, app_version, platform, result, workunit
 from boinc_project.gt_tables import (
     Disposition,
     FileState,
@@ -75,6 +75,18 @@ def deployed_versions(connection: Connection, appid: int) -> list[Row]:
     """The app's versions that are not deprecated."""
     query = sa.select(app_version).where(app_version.c.appid == appid, app_version.c.deprecated == 0)
     return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def sent_versions(connection: Connection, appid: int) -> list[Row]:
+    """The app's versions that volunteers are sent, with the name of their `platform`: of each platform and plan
+    class the newest that is not deprecated (sched/sched_shmem.cpp)."""
+    names = {int(i): str(name) for i, name in connection.execute(sa.select(platform.c.id, platform.c.name))}
+    newest: dict[tuple[int, str], Row] = {}
+    for row in deployed_versions(connection, appid):
+        key = int(row["platformid"]), str(row["plan_class"])
+        if key not in newest or row["version_num"] > newest[key]["version_num"]:
+            newest[key] = row
+    return [{**row, "platform": names.get(number, "")} for (number, _), row in sorted(newest.items())]
 
 
 # Jobs

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,13 @@ def publish_job(
     if appid is None:
         raise JobError(f"the project has no app {app!r}; publish an app version first (boinc-train build-app)")
     with database.read() as connection:
-        deployed = store.deployed_versions(connection, appid)
+        sent = store.sent_versions(connection, appid)
         if store.job_named(connection, config.job.name) is not None:
             raise JobError(f"the project already has a job {config.job.name!r}; choose another name in [job]")
-    if not deployed:
+    if not sent:
         raise JobError(f"the app {app!r} has no version that volunteers could run; run boinc-train build-app first")
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
-    check_operators(graphs, deployed_operators(tree.project_dir / "apps" / app))
+    check_operators(graphs, known_operators(tree.project_dir / "apps" / app, sent))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
     publisher = Publisher(tree, config.job.name)
@@ -148,27 +149,38 @@ def local_content(job: Job, exported: ExportedJob, slot: int, place: Path) -> tu
 
 
 def check_operators(graphs: list[Graph], known: set[str]) -> None:
-    """Refuse a job that a deployed app version could not run, before any workunit exists."""
+    """Refuse a job that an app version could not run to which it would be sent, before any workunit exists."""
     for graph in graphs:
         missing = sorted(graph.operators() - known)
         if missing:
             raise JobError(
-                f"the model needs the operator {missing[0]!r}, which a deployed version of the app does not know;"
-                " publish a newer app version (boinc-train build-app) and deprecate the old one, or change the model"
+                f"the model needs the operator {missing[0]!r}, which an app version in use does not know; publish a"
+                " newer app version for that platform and plan class (boinc-train build-app --version), or change the"
+                " model"
             )
 
 
-def deployed_operators(app_folder: Path) -> set[str]:
-    """Operators that every deployed version of the app knows (.operators.json in each version's folder)."""
+def known_operators(app_folder: Path, sent: Sequence[store.Row]) -> set[str]:
+    """Operators that each of these app versions knows (.operators.json in its folder)."""
     known = set(OPSET)
+    wanted = {(int(row["version_num"]), str(row["platform"]), str(row["plan_class"])) for row in sent}
     # Builds of an earlier release have no dot in front.
     for path in sorted(app_folder.glob(f"*/*/*{OPERATORS_FILE.removeprefix('.')}")):
+        if _version_of(path.parent) not in wanted:
+            continue
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise JobError(f"{path} cannot be read ({error}); run boinc-train build-app again") from error
         known &= {str(name) for name in found}
     return known
+
+
+def _version_of(folder: Path) -> tuple[int, str, str] | None:
+    """Number, platform and plan class of a folder VERSION/PLATFORM[__PLANCLASS]; None if it is no such folder."""
+    number = re.fullmatch(r"(\d+)\.(\d+)", folder.parent.name)
+    platform, _, plan_class = folder.name.partition("__")
+    return None if number is None else (100 * int(number[1]) + int(number[2]), platform, plan_class)
 
 
 class Publisher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -18,9 +19,13 @@ from typing import Any
 
 import psutil
 import pytest
+import sqlalchemy as sa
 from click.testing import CliRunner, Result
 
+from boinc_project.app_versions import update_versions
 from boinc_project.cli.main import main
+from boinc_project.contract.opset import OPSET
+from boinc_project.database import app_version
 from boinc_project.processes import PID_FILE
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server.run import LOCK_NAME, EmbeddedServer, free_port
@@ -214,7 +219,7 @@ def test_lock_file_with_a_reused_process_id_is_stale(project: TinyProject) -> No
 
 
 def test_bad_app_file_names_the_folder_and_what_to_change(tmp_path: Path) -> None:
-    from boinc_project.app_versions import AppVersionError, update_versions
+    from boinc_project.app_versions import AppVersionError
 
     with tiny_project() as project:
         leaf = project.tree.project_dir / "apps" / "gradient" / "2.0" / "x86_64-pc-linux-gnu"
@@ -236,6 +241,34 @@ def test_operator_that_a_deployed_app_version_lacks_is_named_before_any_workunit
     path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / ".operators.json"
     path.write_text('["mm", "add"]')
     mistake(create(project, job_folder), "operator", "newer app version")
+
+
+def publish_newer(project: TinyProject, plan_class: str = "") -> None:
+    """Version 1.1 with all operators, for the platform of version 1.0."""
+    leaf = project.tree.project_dir / "apps" / "gradient" / "1.1" / f"x86_64-pc-linux-gnu{plan_class}"
+    shutil.copytree(leaf.parents[1] / "1.0" / "x86_64-pc-linux-gnu", leaf)
+    (leaf / "gradient_stub_1.0").rename(leaf / "gradient_stub_1.1")
+    edit(leaf / "version.xml", "gradient_stub_1.0", "gradient_stub_1.1")
+    (leaf / ".operators.json").write_text(json.dumps(sorted(OPSET)))
+    assert update_versions(project.tree, project.db)
+
+
+def test_only_app_versions_that_are_sent_must_know_the_operators_of_a_new_job(
+    project: TinyProject, job_folder: Path
+) -> None:
+    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / ".operators.json"
+    path.write_text('["mm", "add"]')
+    publish_newer(project, "__opencl_ati_gt")
+    mistake(create(project, job_folder), "operator", "plan class")
+    shutil.rmtree(path.parents[2] / "1.1")
+    publish_newer(project)
+    with project.db.transaction() as connection:
+        newest = app_version.c.version_num == 101
+        connection.execute(sa.update(app_version).where(newest).values(deprecated=1))
+    mistake(create(project, job_folder), "operator")
+    with project.db.transaction() as connection:
+        connection.execute(sa.update(app_version).where(newest).values(deprecated=0))
+    assert create(project, job_folder).exit_code == 0
 
 
 @pytest.mark.parametrize("command", [["show"], ["pause"], ["resume"], ["rollback"]])
