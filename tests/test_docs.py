@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,17 @@ def test_every_option_of_a_daemon_is_described(daemon: str) -> None:
     listed = set(re.findall(r"^- `(?:-\w [A-Z]+, |-\w, )?(--\w+)", described["Options of all three"], re.MULTILINE))
     own = set(re.findall(r"^- `(--\w+)", described[daemon], re.MULTILINE))
     assert listed | own == daemon_options(daemon)
+
+
+def test_every_installation_from_the_repository_takes_the_tested_versions_and_extras_that_exist() -> None:
+    """Without them NumPy is too new for the volunteers' program, and `build-app` refuses it."""
+    extras = set(tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"])
+    lines = [line for page in DOCS for line in text_of(page).splitlines() if re.search(r"pip install .*\.\[", line)]
+    assert len(lines) == 2
+    for line in lines:
+        (named,) = re.findall(r"\.\[([\w,]+)\]", line)
+        assert set(named.split(",")) <= extras, line
+        assert "--constraint constraints.txt" in line
 
 
 def test_no_page_names_an_option_that_does_not_exist() -> None:
