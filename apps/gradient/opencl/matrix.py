@@ -1,0 +1,345 @@
+"""Matrix products: mm, bmm, addmm, and the products that convolutions are made of.
+
+A product is one launch of gemm.cl on register tiles, with up to two launches of pack.cl before it, and one that
+sums up after it where K was cut into parts; or one launch of gemv.cl where a side has a single row. tiles.py
+decides; this module emits.
+
+Shapes: a [batch, M, K], b [batch, K, N], c [batch, M, N], all by strides; a bias is read as [M, N] by strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from apps.gradient.backends.backend import Call
+from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
+from apps.gradient.opencl.facts import DeviceFacts
+from apps.gradient.opencl.tiles import Product, Recipe, choose, parts_of_row
+from apps.gradient.opencl.values import Argument, Define, Read, View, Write
+from apps.gradient.opencl.walks import expanded
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A packed operand, [batch, panels, K, height]; one that all of the batch share has a batch of 1."""
+
+    view: View
+    rows: int
+    k: int
+
+    @property
+    def batch_stride(self) -> int:
+        return 0 if self.view.shape[0] == 1 else math.prod(self.view.shape[1:])
+
+
+Operand = Union[View, Panels]
+
+
+def mm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    a, b = inputs
+    assert a is not None and b is not None
+    out = emit.like(call.outputs[0])
+    multiply(emit, _batched(a), _batched(b), _batched(out))
+    return [out]
+
+
+def bmm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    a, b = inputs
+    assert a is not None and b is not None
+    out = emit.like(call.outputs[0])
+    multiply(emit, a, b, out)
+    return [out]
+
+
+def addmm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    bias, a, b = inputs
+    assert bias is not None and a is not None and b is not None
+    out = emit.like(call.outputs[0])
+    multiply(emit, _batched(a), _batched(b), _batched(out), expanded(bias, out.shape))
+    return [out]
+
+
+def _batched(x: View) -> View:
+    return View(x.storage, (1, *x.shape), (0, *x.strides), x.offset)
+
+
+def multiply(emit: Emitter, a: View, b: View, c: View, bias: View | None = None) -> None:
+    """c = a b + bias."""
+    if c.numel == 0:
+        return
+    if c.shape[1] == 1 or c.shape[2] == 1:
+        # One row is one column of the turned product.
+        x, w, line = (a, _turned(b), _turned(c)) if c.shape[1] == 1 else (_turned(b), a, c)
+        along = None if bias is None else (_flat_bias(bias, 1) if c.shape[1] == 1 else _flat_bias(bias, 0))
+        if _is_row_product(emit.device, w):
+            _row_product(emit, w, x, line, along)
+            return
+    recipe = choose(emit.device, describe(emit.device, a, b, c))
+    product(emit, a, b, c, bias, recipe)
+
+
+def describe(device: DeviceFacts, a: View, b: View, c: View) -> Product:
+    """A product as tiles.py sees it."""
+    return Product(
+        batch=c.shape[0],
+        m=c.shape[1],
+        n=c.shape[2],
+        k=a.shape[2],
+        a_row=a.strides[1],
+        a_k=a.strides[2],
+        b_k=b.strides[1],
+        b_column=b.strides[2],
+        a_shared=a.strides[0] == 0,
+        b_shared=b.strides[0] == 0,
+        a_vectors=_loads_vectors(device, a),
+        b_vectors=_loads_vectors(device, b),
+    )
+
+
+def product(emit: Emitter, a: Operand, b: Operand, c: View, bias: View | None, recipe: Recipe) -> None:
+    """c = a b + bias, as the recipe says; operands that are packed already fit its tile."""
+    if recipe.turned:
+        a, b, c = _turned_operand(b), _turned_operand(a), _turned(c)
+        bias = None if bias is None else View(bias.storage, bias.shape[::-1], bias.strides[::-1], bias.offset)
+    tile, device = recipe.tile, emit.device
+    (batch, m, n), k = c.shape, a.k if isinstance(a, Panels) else a.shape[2]
+    if recipe.pack_a and isinstance(a, View):
+        a = pack(emit, a, tile.rows)
+    if recipe.pack_b and isinstance(b, View):
+        b = pack(emit, _turned(b), tile.columns)
+    parts, part_k = _parts(k, recipe.parts)
+    sums = emit.fresh("float32", (parts, batch, m, n)) if parts > 1 else None
+    target = c if sums is None else View(sums.storage, c.shape, sums.strides[1:])
+    inside = m % tile.rows == 0 and n % tile.columns == 0
+    defines: dict[str, Define] = {
+        "TM": tile.rows,
+        "NV": tile.across,
+        "VW": tile.vector,
+        "UNROLL": tile.unroll,
+        "A_PACKED": int(isinstance(a, Panels)),
+        "A_VECTORS": int(device.group_form and tile.rows % 4 == 0 and isinstance(a, Panels)),
+        "B_PACKED": int(isinstance(b, Panels)),
+        "EDGE": int(not inside),
+        "STORE_VECTORS": int(target.strides[2] == 1 and _loads_vectors(device, target)),
+        "BIAS": _bias_kind(bias) if sums is None else 0,
+        "SPLIT": int(sums is not None),
+    }
+    arguments: list[Argument] = []
+    if isinstance(a, Panels):
+        arguments += [Read(a.view), a.batch_stride, 0, 0]
+    else:
+        arguments += [Read(a), *a.strides]
+    if isinstance(b, Panels):
+        arguments += [Read(b.view), b.batch_stride, 0]
+    else:
+        arguments += [Read(b), *b.strides[:2]]
+    if sums is None:
+        arguments += _bias_arguments(bias)
+    arguments += [Write(target), *target.strides]
+    if sums is not None:
+        arguments += [parts, part_k, batch * m * n]
+    across, down = -(-n // tile.columns), -(-m // tile.rows)
+    emit.launch(
+        "gemm.cl",
+        "gemm",
+        (across, down, batch * parts),
+        [*arguments, m, n, k],
+        defines=defines,
+        local_size=_tile_local(device, across, down, batch * parts, tile.rows * tile.columns * k // parts),
+        split=1,
+        flops=2 * batch * m * n * k,
+    )
+    if sums is not None:
+        _sum_parts(emit, sums, c, bias)
+
+
+def _parts(k: int, wanted: int) -> tuple[int, int]:
+    """Parts of K and the steps of each, a multiple of 16 so that vectors stay where they may be loaded."""
+    if wanted <= 1:
+        return 1, k
+    steps = -(-k // wanted)
+    steps += -steps % 16
+    return -(-k // steps), steps
+
+
+def _sum_parts(emit: Emitter, sums: View, c: View, bias: View | None) -> None:
+    parts, (batch, m, n) = sums.shape[0], c.shape
+    emit.launch(
+        "gemm.cl",
+        "gemm_sum",
+        (n, m, batch),
+        [Read(sums), parts, batch * m * n, *_bias_arguments(bias), Write(c), *c.strides, m, n],
+        defines={"BIAS": _bias_kind(bias)},
+        split=1,
+        flops=parts * batch * m * n,
+    )
+
+
+def _bias_kind(bias: View | None) -> int:
+    """BIAS of gemm.cl."""
+    if bias is None:
+        return 0
+    down, along = (stride if size > 1 else 0 for stride, size in zip(bias.strides, bias.shape))
+    return 1 if down == 0 else 2 if along == 0 else 3
+
+
+def _bias_arguments(bias: View | None) -> list[Argument]:
+    return [] if bias is None else [Read(bias), *bias.strides]
+
+
+def _turned(x: View) -> View:
+    """The last two dimensions exchanged."""
+    shape, strides = x.shape, x.strides
+    return View(x.storage, (shape[0], shape[2], shape[1]), (strides[0], strides[2], strides[1]), x.offset)
+
+
+def _turned_operand(x: Operand) -> Operand:
+    return x if isinstance(x, Panels) else _turned(x)
+
+
+def _tile_local(device: DeviceFacts, across: int, down: int, deep: int, work: int) -> tuple[int, int, int]:
+    """Work-group of gemm.cl, of few different sizes. A CPU's thread runs the items of a group one after the other,
+    along dimension 0 first, and finds the rows of a still in its cache."""
+    if device.group_form:
+        most = min(device.wavefront, device.max_work_group)
+        rows = 8
+        while rows > 1 and (rows >= 2 * down or rows * rows > most):
+            rows //= 2
+        return most // rows, rows, 1
+    items = 16  # at least some microseconds of work, and several groups for each unit
+    while items > 1 and items * work > CPU_GROUP_WORK and across * down * deep < items * 4 * device.compute_units:
+        items //= 2
+    items = min(items, device.max_work_group)
+    wide = items
+    while wide > 1 and wide >= 2 * across:
+        wide //= 2
+    return wide, items // wide, 1
+
+
+CPU_GROUP_WORK = 200_000  # multiply-adds
+
+
+# Packing.
+
+
+def pack(emit: Emitter, x: View, height: int) -> Panels:
+    """Pack x [batch, rows, K], or [batch, rows, K_outer, K_inner] where K walks two levels."""
+    device = emit.device
+    if x.strides[0] == 0:
+        x = View(x.storage, (1, *x.shape[1:]), x.strides, x.offset)
+    if len(x.shape) == 3:
+        x = View(x.storage, (*x.shape[:2], 1, x.shape[2]), (*x.strides[:2], 0, x.strides[2]), x.offset)
+    batch, rows, outer, inner = x.shape
+    if outer == 1 or x.strides[2] == inner * x.strides[3]:
+        outer, inner = 1, outer * inner
+    k, count = outer * inner, -(-rows // height)
+    panels = Panels(emit.fresh("float32", (batch, count, k, height)), rows, k)
+    kernel, steps = "pack", k
+    if x.strides[1] == 1 and _loads_vectors(device, x):
+        kernel = "pack_rows"
+    elif x.strides[3] == 1 and outer == 1 and _loads_vectors(device, x):
+        kernel, steps = "pack_inner", -(-k // 4)
+    walk: list[Argument] = [x.strides[1], max(1, inner), x.strides[2], x.strides[3], x.strides[0]]
+    emit.launch(
+        "pack.cl",
+        kernel,
+        (steps, count, batch),
+        [Read(x), rows, k, *walk, Write(panels.view)],
+        defines={"T": height},
+        local_size=_pack_local(device, steps, count, kernel == "pack_inner"),
+        split=0,
+    )
+    return panels
+
+
+def _loads_vectors(device: DeviceFacts, x: View) -> bool:
+    """Whether vectors along the axis of stride 1 may be loaded: from anywhere on a CPU, else from multiples of 4."""
+    strides = [stride for stride, size in zip(x.strides, x.shape) if size > 1 and stride != 1]
+    return not device.group_form or not any(each % 4 for each in (x.offset, *strides))
+
+
+def _pack_local(device: DeviceFacts, steps: int, count: int, long: bool) -> tuple[int, int, int]:
+    most = min(device.max_work_group, device.wavefront if device.group_form else 256)
+    along = most if long or device.group_form else max(1, most // 16)
+    while along > 8 and along >= 2 * steps:
+        along //= 2
+    across = most // along
+    while across > 1 and across >= 2 * count:
+        across //= 2
+    return along, across, 1
+
+
+# One row.
+
+
+def _is_row_product(device: DeviceFacts, w: View) -> bool:
+    """Whether dot products along w's rows are the way: w [batch, N, K] with its elements along k, or none along n."""
+    return w.strides[2] == 1 or w.strides[1] != 1
+
+
+def _flat_bias(bias: View, axis: int) -> View:
+    return View(bias.storage, (bias.shape[axis],), (bias.strides[axis],), bias.offset)
+
+
+def _row_product(emit: Emitter, w: View, x: View, c: View, bias: View | None) -> None:
+    """c [batch, N, 1] = w [batch, N, K] times x [batch, 1, K]."""
+    device = emit.device
+    batch, n, k = w.shape
+    if k > 1 and x.strides[2] != 1:
+        x = emit.dense(x)
+    vectors = w.strides[2] == 1 and _loads_vectors(device, w) and _loads_vectors(device, x)
+    vector = (4 if device.group_form else device.vector_width) if vectors else 1
+    lanes = 64 if device.group_form else 1
+    parts, part_k = _parts(k, parts_of_row(device, batch * n, k))
+    sums = emit.fresh("float32", (parts, batch, n, 1)) if parts > 1 else None
+    target = c if sums is None else View(sums.storage, c.shape, sums.strides[1:])
+    defines: dict[str, Define] = {"VW": vector, "SPLIT": int(parts > 1), "BIAS": int(bias is not None and parts == 1)}
+    arguments: list[Argument] = [Read(w), *w.strides, Read(x), x.strides[0]]
+    if bias is not None and parts == 1:
+        arguments += [Read(bias), *bias.strides]
+    arguments += [Write(target), *target.strides[:2]]
+    if parts > 1:
+        arguments += [parts, part_k, batch * n]
+    arguments += [n, k]
+    work = {"flops": 2 * batch * n * k}
+    if device.group_form:
+        lanes = min(64, 1 << (device.max_work_group.bit_length() - 1))
+        rows = max(1, min(4, device.max_work_group // lanes)) if k < 1024 and n >= 4 else 1
+        defines.update({"LANES": lanes, "ROWS": rows})
+        emit.launch(
+            "gemv.cl",
+            "gemv_group",
+            (lanes, n, batch * parts),
+            arguments,
+            defines=defines,
+            local_size=(lanes, rows, 1),
+            split=1,
+            **work,
+        )
+    else:
+        emit.launch(
+            "gemv.cl",
+            "gemv_item",
+            (n, 1, batch * parts),
+            arguments,
+            defines=defines,
+            local_size=_row_local(device, n, batch * parts),
+            split=0,
+            **work,
+        )
+    if sums is not None:
+        spread = None if bias is None else View(bias.storage, (n, 1), (*bias.strides, 0), bias.offset)
+        _sum_parts(emit, sums, c, spread)
+
+
+def _row_local(device: DeviceFacts, n: int, deep: int) -> tuple[int, int, int]:
+    items = min(64, device.max_work_group)
+    while items > 1 and n * deep < items * 4 * device.compute_units:
+        items //= 2
+    return items, 1, 1
+
+
+OPS: Mapping[str, Lower] = {"mm": mm, "bmm": bmm, "addmm": addmm}

@@ -1,0 +1,227 @@
+"""Which tile a matrix product uses, and what is packed before it: decided from sizes, strides and the device.
+
+Pure. The costs below are those of one processing element in units of one multiply-add at full speed; they need to
+be right only as far as the choices follow from them. They were fitted on a CPU with AVX2 and from what LLVM makes of
+the kernels for a Radeon HD 5870 (multiply-adds per VLIW bundle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from apps.gradient.opencl.facts import DeviceFacts
+
+GROUPS_PER_UNIT = 4  # work-groups that a unit of a CPU should have at least, so that all end together
+WAVES_PER_UNIT = 5  # wavefronts that a unit of a GPU should have at least, to hide its waiting
+SHORTEST_PART = 128  # steps of k that a part of a cut K has at least
+MOST_PARTS = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One item's part of the result: `rows` x (`across` * `vector`) elements; gemm.cl's TM, NV and VW.
+
+    unroll       steps of k at once
+    efficiency   share of the device's full speed that the tile reaches on packed operands
+    """
+
+    rows: int
+    across: int
+    vector: int
+    unroll: int = 1
+    efficiency: float = 1.0
+
+    @property
+    def columns(self) -> int:
+        return self.across * self.vector
+
+
+def tiles_of(device: DeviceFacts) -> tuple[Tile, ...]:
+    """The tiles that products on this device choose from; all of them compile within Cypress's limits for GPUs."""
+    if device.group_form:
+        return (
+            Tile(8, 2, 4, efficiency=0.61),
+            Tile(4, 2, 4, efficiency=0.49),
+            Tile(8, 1, 4, efficiency=0.49),
+            Tile(4, 1, 4, efficiency=0.40),
+            Tile(1, 1, 4, efficiency=0.10),
+        )
+    vector = device.vector_width
+    if vector == 16:
+        return (
+            Tile(12, 1, 16, 2, 0.95),
+            Tile(8, 1, 16, 2, 0.85),
+            Tile(4, 2, 16, 2, 0.85),
+            Tile(4, 1, 16, 2, 0.6),
+            Tile(1, 4, 16, 2, 0.3),
+        )
+    return (
+        Tile(6, 2, vector, 2, 0.92),
+        Tile(4, 2, vector, 2, 0.88),
+        Tile(8, 1, vector, 2, 0.75),
+        Tile(2, 4, vector, 2, 0.7),
+        Tile(1, 8, vector, 2, 0.4),
+    )
+
+
+@dataclass(frozen=True)
+class Product:
+    """Sizes and strides of a product; a `batch stride` of 0 means that all of the batch share the operand.
+
+    `vectors`: whether vectors may be loaded along an operand's axis of stride 1.
+    `ready`: the operand is made as panels anyway (a convolution's windows).
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    a_row: int
+    a_k: int
+    b_k: int
+    b_column: int
+    a_shared: bool = False
+    b_shared: bool = False
+    a_vectors: bool = True
+    b_vectors: bool = True
+    a_ready: bool = False
+    b_ready: bool = False
+
+    def turned(self) -> Product:
+        """The same product as c^T = b^T a^T."""
+        return replace(
+            self,
+            m=self.n,
+            n=self.m,
+            a_row=self.b_column,
+            a_k=self.b_k,
+            b_k=self.a_k,
+            b_column=self.a_row,
+            a_shared=self.b_shared,
+            b_shared=self.a_shared,
+            a_vectors=self.b_vectors,
+            b_vectors=self.a_vectors,
+            a_ready=self.b_ready,
+            b_ready=self.a_ready,
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a product is computed: turned or not, on which tile, what is packed, in how many parts of K."""
+
+    turned: bool
+    tile: Tile
+    pack_a: bool
+    pack_b: bool
+    parts: int
+
+
+def choose(device: DeviceFacts, wanted: Product, tiles: Sequence[Tile] = ()) -> Recipe:
+    """The cheapest recipe by the costs below."""
+    return min(_recipes(device, wanted, tiles or tiles_of(device)), key=lambda pair: pair[0])[1]
+
+
+def _recipes(device: DeviceFacts, wanted: Product, tiles: Sequence[Tile]) -> Iterator[tuple[float, Recipe]]:
+    for turned in (False, True):
+        product = wanted.turned() if turned else wanted
+        for tile in tiles:
+            for pack_a in (True,) if product.a_ready or not _reads_a(device, product, tile) else (True, False):
+                for pack_b in (True,) if product.b_ready or not _reads_b(device, product, tile) else (True, False):
+                    for parts in {1, _parts(device, product, tile)}:
+                        recipe = Recipe(turned, tile, pack_a, pack_b, parts)
+                        yield cost(device, product, recipe), recipe
+
+
+def _reads_a(device: DeviceFacts, product: Product, tile: Tile) -> bool:
+    """Whether a may be read in place. On a GPU only where all items read the same rows."""
+    return not device.group_form or product.m <= tile.rows
+
+
+def _reads_b(device: DeviceFacts, product: Product, tile: Tile) -> bool:
+    """Whether b may be read in place: see B_PACKED in gemm.cl."""
+    inside = product.b_column == 1 and product.n >= tile.columns
+    return inside and (not device.group_form or (product.b_vectors and product.n % tile.vector == 0))
+
+
+def _units(device: DeviceFacts) -> int:
+    """Items that should be at work at once."""
+    if device.group_form:
+        return device.compute_units * WAVES_PER_UNIT * device.wavefront
+    return device.compute_units * GROUPS_PER_UNIT
+
+
+def _items(product: Product, tile: Tile) -> int:
+    return product.batch * _count(product.m, tile.rows) * _count(product.n, tile.columns)
+
+
+def _parts(device: DeviceFacts, product: Product, tile: Tile) -> int:
+    """Parts of K that give every unit of the device something to do."""
+    items = max(1, _items(product, tile))
+    return max(1, min(_units(device) // items, product.k // SHORTEST_PART, MOST_PARTS))
+
+
+def cost(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
+    """Time in multiply-adds of the whole device at full speed. `product` is already turned."""
+    tile = recipe.tile
+    items = _items(product, tile) * recipe.parts
+    size = items * tile.rows * tile.columns * _count(product.k, recipe.parts)
+    busy = min(1.0, items / _units(device))
+    if device.group_form:
+        return size / tile.efficiency / max(busy, 1e-9) + _gpu_extra(device, product, recipe)
+    return size * _cpu_slowness(product, recipe) / tile.efficiency / max(busy, 1e-9) + _cpu_extra(product, recipe)
+
+
+# What packing, and not packing, costs.
+
+GPU_PACK = 40.0  # multiply-adds in the time that one element is packed
+GPU_LAUNCH = 5e6  # and in the time of one more launch
+CPU_PACK = 40.0
+CPU_LAUNCH = 4e5
+
+
+def _packed_elements(product: Product, recipe: Recipe) -> Iterator[float]:
+    if recipe.pack_a and not product.a_ready:
+        yield (1 if product.a_shared else product.batch) * product.m * product.k
+    if recipe.pack_b and not product.b_ready:
+        yield (1 if product.b_shared else product.batch) * product.n * product.k
+
+
+def _gpu_extra(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
+    total = GPU_PACK * _summed_elements(product, recipe)
+    for elements in _packed_elements(product, recipe):
+        total += GPU_LAUNCH + GPU_PACK * elements
+    return total + (GPU_LAUNCH if recipe.parts > 1 else 0.0)
+
+
+def _cpu_extra(product: Product, recipe: Recipe) -> float:
+    total = CPU_PACK * _summed_elements(product, recipe)
+    for elements in _packed_elements(product, recipe):
+        total += CPU_LAUNCH + CPU_PACK * elements
+    return total + (CPU_LAUNCH if recipe.parts > 1 else 0.0)
+
+
+def _summed_elements(product: Product, recipe: Recipe) -> float:
+    return product.batch * product.m * product.n * recipe.parts if recipe.parts > 1 else 0.0
+
+
+def _cpu_slowness(product: Product, recipe: Recipe) -> float:
+    """How much longer the loop takes on operands that are not packed."""
+    slowness = 1.0
+    if not recipe.pack_a:
+        slowness *= 1.1 if product.a_k == 1 else 1.3
+    if not recipe.pack_b:
+        slowness *= 1.4
+    return slowness
+
+
+def _count(size: int, step: int) -> int:
+    return -(-size // step)
+
+
+def parts_of_row(device: DeviceFacts, rows: int, k: int) -> int:
+    """Parts of K where a vector is multiplied: each row of the matrix is one item, or one group on a GPU."""
+    units = device.compute_units * (WAVES_PER_UNIT if device.group_form else GROUPS_PER_UNIT)
+    shortest = 1024 if device.group_form else 2048
+    return max(1, min(units // max(rows, 1), k // shortest, MOST_PARTS))
