@@ -93,7 +93,7 @@ class Programs:
 
     def _load(self, source: Source, options: tuple[str, ...], name: str) -> Any:
         """The program: from the cache if what lies there has the kernel that is asked for, else built."""
-        text = source.text or kernel_text(source.file)
+        text = f"{kernel_text(source.file)}\n{source.text}" if source.text else kernel_text(source.file)
         if self._cache is None:
             return self._build(source, text, options)
         key = cache_key(self._identity, text, (*options, str(self._careful)))

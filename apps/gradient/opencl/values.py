@@ -105,7 +105,7 @@ Define = Union[int, str]
 
 @dataclass(frozen=True)
 class Source:
-    """Kernel text: a file of kernels/, or generated text (elementwise chains only) with a name for messages."""
+    """Kernel text: a file of kernels/, and after it generated text (elementwise chains only)."""
 
     file: str
     text: str = ""
