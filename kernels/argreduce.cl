@@ -72,7 +72,7 @@ __kernel void arg_rows_item(__global const T *x, int x_at, __global OUT *found, 
                             int segment, int segments)
 {
     const int row = (int)get_global_id(0), part = (int)get_global_id(1);
-    if (row >= rows)
+    if (row >= rows || part >= segments)
         return;
     const int first = part * segment, last = min(length, first + segment);
     found[found_at + row * segments + part] = search(x + x_at + row * length, first, last, 1, 1);

@@ -117,7 +117,6 @@ static inline accs along(__global const IN *p, int first, int last, int step)
     while (i + VW <= last) {
         const int end = min(last, i + CHAIN * step);
         accs part = (accs)(START);
-#pragma unroll 2
         for (; i + VW <= end; i += step) {
             const accs next = LOAD(p + i);
             part = COMBINE(part, next);
@@ -131,7 +130,7 @@ __kernel void reduce_rows_item(__global const IN *x, int x_at, __global ACC *out
                                int row_stride, int segment, int segments, float divisor)
 {
     const int row = (int)get_global_id(0), part = (int)get_global_id(1);
-    if (row >= rows)
+    if (row >= rows || part >= segments)
         return;
     __global const IN *p = x + x_at + row * row_stride;
     const int first = part * segment, last = min(length, first + segment);
@@ -181,7 +180,7 @@ __kernel void reduce_columns(__global const IN *x, int x_at, __global ACC *out, 
                              int segments, float divisor)
 {
     const int column = (int)get_global_id(0) * VW, a = (int)get_global_id(1), part = (int)get_global_id(2);
-    if (column >= columns || a >= outer)
+    if (column >= columns || a >= outer || part >= segments)
         return;
     const int first = part * segment, last = min(length, first + segment);
     __global const IN *p = x + x_at + a * outer_stride + column * column_stride + first * row_stride;
@@ -191,7 +190,6 @@ __kernel void reduce_columns(__global const IN *x, int x_at, __global ACC *out, 
     while (left > 0) {
         accs chain = (accs)(START);
         const int count = min(left, CHAIN);
-#pragma unroll 2
         for (int i = 0; i < count; ++i, p += row_stride) {
             const accs next = LOAD(p);
             chain = COMBINE(chain, next);

@@ -111,7 +111,7 @@ class _Pass:
         device = self.emit.device
         segment, parts = row_segments(device, rows, length)
         made = out if parts == 1 else self.emit.fresh(out.dtype, (rows, parts))
-        width = vector_width(device, length, x.offset, row_stride) if _same(x, made) else 1
+        width = vector_width(device, x.offset, row_stride if rows > 1 else 0) if _same(x, made) else 1
         how = row_launch(device, segment, width, (rows, parts))
         self.emit.launch(
             "reduce.cl",

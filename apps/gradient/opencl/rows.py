@@ -46,23 +46,20 @@ def plain_range(device: DeviceFacts, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(local)
 
 
-def vector_width(device: DeviceFacts, length: int, *multiples: int) -> int:
-    """Elements of a row that an item takes at once.
+def vector_width(device: DeviceFacts, *multiples: int) -> int:
+    """Neighbouring elements that an item takes at once: the device's number, or 1.
 
     GPUs load vectors only from places that are multiples of the vector: there, all of `multiples` (offsets and
-    strides) must be. Processors load from anywhere.
+    strides) must be. Processors load from anywhere. What is left of a row is taken singly.
     """
     width = device.vector_width
-    while width > 1 and (width > length or (device.group_form and any(each % width for each in multiples))):
-        width //= 2
-    return width
+    return 1 if device.group_form and any(each % width for each in multiples) else width
 
 
 def column_width(device: DeviceFacts, columns: int, *multiples: int) -> int:
-    """Neighbouring columns of one item: they must divide all columns. One, where the device's own width does not."""
-    width = device.vector_width
-    aligned = not device.group_form or not any(each % width for each in multiples)
-    return width if columns % width == 0 and aligned else 1
+    """The same for items that lie along a row, where the number must divide the columns: none are left."""
+    width = vector_width(device, *multiples)
+    return width if columns % width == 0 else 1
 
 
 @dataclass(frozen=True)
