@@ -13,7 +13,9 @@ from scripts.benchmarks.common import machine
 #: Name of a measurement (and of its module) -> what it says.
 BENCHMARKS = {
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
+    "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
     "generator": "workunits created per second, their inputs shared, on MariaDB",
+    "opencl-step": "forward, backward and AdamW of the GPT example on OpenCL against eager PyTorch",
     "scheduler": "scheduler replies per second, with work and without, at 4 connections",
     "step": "one forward and backward pass of the GPT example against eager PyTorch",
     "turnaround": "from a round's last report to the new version, and to a client that works on it",
@@ -26,13 +28,13 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: scripts/bench NAME [options]; the names are:")
         for name, about in BENCHMARKS.items():
-            print(f"  {name.ljust(12)}{about}")
+            print(f"  {name.ljust(13)}{about}")
         return 0
     name, *rest = arguments
     if name not in BENCHMARKS:
         print(f"error: there is no benchmark {name!r}; the names are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"scripts.benchmarks.{name}")
+    module = importlib.import_module(f"scripts.benchmarks.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"scripts/bench {name}", description=BENCHMARKS[name])
     module.add_options(parser)
     options = parser.parse_args(rest)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from apps.gradient.backends import open_backend
-from apps.gradient.executor import Executor
 from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed
 from work_generator.export import export_job
 from work_generator.export.program import sample_batch
@@ -67,11 +66,11 @@ def _rounds(threads: int, rounds: int, warm_up: int) -> dict[str, list[float]]:
     }
     for name in BACKENDS:
         backend = open_backend(name, threads, "cpu")
-        executor = Executor(exported.gradient, backend)
+        program = backend.program(exported.gradient)
         inputs = {each: backend.from_numpy(np.array(array)) for each, array in arrays.items()}
-        made = executor.run(inputs)
+        made = program.run(inputs)
         _check(name, {each: backend.to_numpy(value) for each, value in made.items()}, reference)
-        runs[name] = lambda executor=executor, inputs=inputs: executor.run(inputs)  # type: ignore[misc]
+        runs[name] = lambda program=program, inputs=inputs: program.run(inputs)  # type: ignore[misc]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_up + rounds):
         for name, run in runs.items():
