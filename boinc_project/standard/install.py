@@ -423,18 +423,28 @@ def _undo_edit(project: Standard, change: Change, path: Path, moment: str) -> st
         return ""
     before = editing.read(path.read_bytes())
     text = editing.undo(before, change.piece)
-    if text is None and not change.piece.wraps:
-        # Somebody has tuned our entry since: it is ours all the same.
-        ours = editing.parse(change.piece.new).children[0]
-        who = steps.identity(change.piece.new, ours)
-        found = [each for each in editing.named(before, ours.name) if steps.identity(before, each) == who]
-        if len(found) > 1:
+    if not change.piece.wraps:
+        # Somebody has tuned or copied our entry since: it is ours all the same.
+        found = _like(before if text is None else text, change.piece)
+        if editing.parse(change.piece.new).children[0].name == "daemon":  # nobody else's daemon has our program's name
+            while found:
+                text = editing.without(before if text is None else text, found[0])
+                found = _like(text, change.piece)
+        elif text is None and len(found) > 1:
             return f"{path}: {len(found)} entries are like {_about(change.piece)}; take out by hand what is not yours"
-        text = editing.without(before, found[0]) if found else None
+        elif text is None and found:
+            text = editing.without(before, found[0])
     if text is not None:
         project.record.back_up(path, moment)
         replace_file(path, editing.as_bytes(text))
     return ""
+
+
+def _like(text: str, piece: editing.Piece) -> list[editing.Element]:
+    """The entries that are what this piece of ours is: the same daemon, or of the same name."""
+    ours = editing.parse(piece.new).children[0]
+    who = steps.identity(piece.new, ours)
+    return [each for each in editing.named(text, ours.name) if steps.identity(text, each) == who]
 
 
 def _undo_app(database: Database, change: Change) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from boinc_project.standard.steps import DAEMONS
+from boinc_project.standard.steps import DAEMONS, app_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,17 @@ def our_processes(project_dir: Path, apps: tuple[str, ...] | list[str]) -> Itera
     """Our daemons for these apps that run here, whatever bin/start calls this machine."""
     for folder in sorted(project_dir.glob("pid_*")):
         for each in pid_files(project_dir, folder.name.removeprefix("pid_")):
-            if each.alive and any(each.path.name == f"{d}_{a}.pid" for d in DAEMONS for a in apps) and _ours(each.pid):
+            if each.alive and _app_of(each.pid) in apps:
                 yield each
 
 
-def _ours(pid: int) -> bool:
-    """Whether the process is one of our daemons: its id may have been given to somebody else since."""
+def _app_of(pid: int) -> str | None:
+    """The app that a daemon of ours is for; None if the process is none: its id may have been given away since."""
     try:
-        return any(name in word for word in psutil.Process(pid).cmdline()[:3] for name in DAEMONS)
+        words = psutil.Process(pid).cmdline()
     except psutil.Error:
-        return False
+        return None
+    return app_named(words) if any(name in word for word in words[:3] for name in DAEMONS) else None
 
 
 def lock_holder(path: Path) -> int | None:

@@ -291,7 +291,7 @@ def _daemon(text: str, element: Element, is_task: bool) -> Daemon:
         element=element,
         cmd=cmd,
         program=base,
-        app=next(iter(_option(words, "app")), DEFAULT_APP),
+        app=app_named(words),
         votes=next(iter(_option(words, "votes")), ""),
         mod=_share(_option(words, "mod", 2)),
         output=given or f"{base}.{'out' if is_task else 'log'}",
@@ -318,6 +318,11 @@ def _share(values: Sequence[str]) -> tuple[int, int] | None:
     if len(values) == 2 and all(value.isdecimal() for value in values):
         return int(values[0]), int(values[1])
     return None
+
+
+def app_named(words: Sequence[str]) -> str:
+    """The app that a command line of one of our daemons is for."""
+    return next(iter(_option(words, "app")), DEFAULT_APP)
 
 
 def _option(words: Sequence[str], name: str, values: int = 1) -> Sequence[str]:

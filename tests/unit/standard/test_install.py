@@ -278,6 +278,22 @@ def test_what_the_admin_changed_since_survives_uninstalling(project: Project) ->
     etree.fromstring(config.read_bytes())
 
 
+@pytest.mark.parametrize("share", ["", " --mod 2 0"])
+def test_copies_of_a_daemon_s_entry_are_taken_out_with_it(project: Project, share: str) -> None:
+    project.install()
+    config = project.folder / "config.xml"
+    text = config.read_text()
+    cmd = "gt_validator -d 3 --app gradient"
+    copy = f"<daemon><cmd>{cmd} --mod 2 1</cmd><output>b.log</output><pid_file>b.pid</pid_file></daemon>"
+    other = "<daemon><cmd>gt_validator --app other</cmd><output>o.log</output></daemon>"
+    text = text.replace("    </daemons>", f"        {copy}{other}\n    </daemons>")
+    config.write_text(text.replace(f"{cmd}</cmd>", f"{cmd}{share}</cmd>"))
+    found = project.run("uninstall")
+    assert found.exit_code == 0 and "by hand" not in found.output
+    left = [each.cmd for each in steps.daemons(config.read_text()) if each.program.startswith("gt_")]
+    assert left == ["gt_validator --app other"]
+
+
 def test_uninstalling_recognises_its_entries_in_a_config_that_boinc_wrote_anew(project: Project) -> None:
     project.install()
     config = project.folder / "config.xml"

@@ -197,19 +197,22 @@ def test_uninstalling_what_is_not_there_says_so(folder: Path, db: Database) -> N
     mistake(boinc_train("uninstall", folder, "--app", "other"), "'other' is not installed; installed: gradient")
 
 
-def test_running_daemons_must_be_stopped_before_uninstalling(folder: Path, db: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gt_validator_gradient", "the second validator"])
+def test_running_daemons_must_be_stopped_before_uninstalling(
+    folder: Path, db: Database, tmp_path: Path, name: str
+) -> None:
     import subprocess
 
     assert boinc_train("install", folder).exit_code == 0
     program = tmp_path / "gt_validator"
     program.write_text("#!/bin/sh\nread x\n")
     program.chmod(0o755)
-    daemon = subprocess.Popen([program], stdin=subprocess.PIPE)
-    pid_file = folder / f"pid_{os.uname().nodename.partition('.')[0]}" / "gt_validator_gradient.pid"
+    daemon = subprocess.Popen([program, "-app", "gradient"], stdin=subprocess.PIPE)
+    pid_file = folder / f"pid_{os.uname().nodename.partition('.')[0]}" / f"{name}.pid"
     try:
         pid_file.write_text(f"{daemon.pid}\n")
         before = fingerprint(folder)
-        mistake(boinc_train("uninstall", folder), "gt_validator_gradient", str(daemon.pid), "bin/stop")
+        mistake(boinc_train("uninstall", folder), name, str(daemon.pid), "bin/stop")
         assert fingerprint(folder) == before
     finally:
         daemon.communicate(b"\n")
