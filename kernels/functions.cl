@@ -54,6 +54,16 @@ static inline real op_erf(real x)
     return y * p / q;
 }
 
+/* In pairs where one would do: LLVM cannot compile the scalar pow() for the r600. */
+static inline real op_pow(real x, real y)
+{
+#if VW == 1
+    return pow((float2)(x, x), (float2)(y, y)).x;
+#else
+    return pow(x, y);
+#endif
+}
+
 static inline real op_sign(real x)
 {
     const ints above = x > (real)(0.0f);

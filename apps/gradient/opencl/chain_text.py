@@ -55,7 +55,7 @@ _OF_FLOATS = {
     "reciprocal": "(real)(1.0f) / {0}",
     "div": "{0} / {1}",
     "fmod": "fmod({0}, {1})",
-    "pow": "pow({0}, {1})",
+    "pow": "op_pow({0}, {1})",
     "tanh_backward": "{0} * ((real)(1.0f) - {1} * {1})",
     "sigmoid_backward": "{0} * ((real)(1.0f) - {1}) * {1}",
 }
