@@ -51,6 +51,10 @@ class OutOfRange(IndexError):
     """A tensor holds an index beyond the dimension it selects from."""
 
 
+class DeviceLost(Exception):
+    """The device stopped working in the middle (its driver was reset, or it went away); a fresh start may work."""
+
+
 class Program(Protocol):
     """A graph prepared for a backend; it may be run any number of times."""
 

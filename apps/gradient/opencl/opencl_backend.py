@@ -13,7 +13,7 @@ import pyopencl as cl
 
 from apps.gradient.backends.backend import Program
 from apps.gradient.opencl import device as devices
-from apps.gradient.opencl import elementwise, movement, reductions
+from apps.gradient.opencl import elementwise, matrix, movement, reductions
 from apps.gradient.opencl.emitter import Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.plan import make_plan
@@ -24,7 +24,7 @@ from boinc_project.contract.opset import OPSET, TensorType
 
 Array = np.ndarray[Any, Any]
 
-_FAMILIES: Mapping[str, Lower] = {**movement.OPS, **elementwise.OPS, **reductions.OPS}
+_FAMILIES: Mapping[str, Lower] = {**movement.OPS, **elementwise.OPS, **reductions.OPS, **matrix.OPS}
 
 OPS: Mapping[str, Lower] = {name: _FAMILIES[name] for name in OPSET if name in _FAMILIES}
 

@@ -8,13 +8,14 @@ kernel, bound when a plan is made, are bound again only where a buffer has chang
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Callable
 
 import numpy as np
 import pyopencl as cl
 
-from apps.gradient.backends.backend import OutOfRange
+from apps.gradient.backends.backend import DeviceLost, OutOfRange
 from apps.gradient.executor import failure
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.memory import padded
@@ -33,6 +34,32 @@ _ZEROS = np.zeros(1 << 20, np.uint8)
 LONGEST_LAUNCH_S = 0.2
 #: Work that may be queued before we wait, so that a request to suspend is followed soon.
 QUEUED_S = 0.5
+
+
+#: What drivers answer when a device has been reset, has hung or is gone; and when memory runs out only in use.
+_LOST = frozenset(
+    {
+        cl.status_code.DEVICE_NOT_AVAILABLE,
+        cl.status_code.OUT_OF_RESOURCES,
+        cl.status_code.OUT_OF_HOST_MEMORY,
+        cl.status_code.EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST,
+        cl.status_code.INVALID_CONTEXT,
+        cl.status_code.INVALID_COMMAND_QUEUE,
+    }
+)
+
+
+@contextmanager
+def driver_faults(facts: DeviceFacts) -> Iterator[None]:
+    """A driver's errors as ours: DeviceLost, or UnfitHost where memory ran out."""
+    try:
+        yield
+    except cl.Error as error:
+        if error.code == cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE:
+            raise UnfitHost(f"{facts.name} ran out of memory: {error}") from error
+        if error.code in _LOST:
+            raise DeviceLost(f"{facts.name} stopped working: {error}") from error
+        raise
 
 
 class Pool:
@@ -97,7 +124,8 @@ def upload(pool: Pool, array: Array) -> DeviceTensor:
     host = np.ascontiguousarray(array, dtype=_DEVICE_DTYPES[array.dtype.name])
     tensor = DeviceTensor(pool, type_, pool.take(max(1, host.nbytes)))
     if host.size:
-        cl.enqueue_copy(pool.queue, tensor.buffer, host.reshape(-1), is_blocking=True)
+        with driver_faults(pool.facts):
+            cl.enqueue_copy(pool.queue, tensor.buffer, host.reshape(-1), is_blocking=True)
     return tensor
 
 
@@ -105,7 +133,8 @@ def download(pool: Pool, tensor: DeviceTensor) -> Array:
     """A tensor's values; waits for everything that was asked for before."""
     host = np.zeros(tensor.type.numel, _DEVICE_DTYPES[tensor.type.dtype])
     if host.size:
-        cl.enqueue_copy(pool.queue, host, tensor.buffer, is_blocking=True)
+        with driver_faults(pool.facts):
+            cl.enqueue_copy(pool.queue, host, tensor.buffer, is_blocking=True)
     return host.reshape(tensor.type.shape).astype(tensor.type.dtype, copy=False)
 
 
@@ -188,11 +217,12 @@ class PreparedPlan:
                 storage = plan.storages[made]
                 fresh[name] = DeviceTensor(pool, self._types[name], pool.take(storage.nbytes))
                 self._use(made, fresh[name].buffer)
-        if plan.fault:
-            cl.enqueue_copy(pool.queue, self._fault, _ZEROS[:8], is_blocking=False)
-        self._launch(check)
-        if plan.fault:
-            self._raise_faults()
+        with driver_faults(pool.facts):
+            if plan.fault:
+                cl.enqueue_copy(pool.queue, self._fault, _ZEROS[:8], is_blocking=False)
+            self._launch(check)
+            if plan.fault:
+                self._raise_faults()
         for name in plan.taken:
             fresh[name] = DeviceTensor(pool, self._types[name], inputs[name].release())
         return {name: inputs[made] if isinstance(made, str) else fresh[name] for name, made in plan.outputs.items()}
