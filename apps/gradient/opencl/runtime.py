@@ -272,8 +272,7 @@ def _pieces(
         return [(launch.global_size, launch.local_size, None, seconds)]
     step = launch.local_size[axis]
     groups = launch.global_size[axis] // step
-    wanted = min(groups, int(seconds / LONGEST_LAUNCH_S) + 1)
-    size = -(-groups // wanted) * step
+    size = max(1, int(groups * LONGEST_LAUNCH_S / seconds)) * step
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, float]] = []
     for start in range(0, launch.global_size[axis], size):
         count = min(size, launch.global_size[axis] - start)
