@@ -1,6 +1,6 @@
 /* Matrix product on register tiles, without local memory.
  *
- *   c[b][m][n] = sum over k of a[b][m][k] * b[b][k][n]   (+ bias[m][n])
+ *   c[i][m][n] = sum over k of a[i][m][k] * b[i][k][n]   (+ bias[i][m][n])
  *
  * Shapes: a [batch, M, K], b [batch, K, N], c [batch, M, N] by strides; one item makes a tile of TM x TN elements,
  * TN = NV * VW. Dimension 0 walks tiles of columns, 1 tiles of rows, 2 the batch (and the parts of K, see SPLIT).
@@ -36,6 +36,9 @@
 #endif
 #ifndef B_PACKED
 #define B_PACKED 1
+#endif
+#ifndef REPEATS
+#define REPEATS 0 /* 1: a has only `repeat` matrices, which the batch uses over and over; 2: b has */
 #endif
 #ifndef EDGE
 #define EDGE 1 /* 0: TM divides M and TN divides N */
@@ -76,8 +79,11 @@
 
 __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int a_row, int a_k,
                    __global const float *restrict b, int b_at, int b_batch, int b_k,
+#if REPEATS
+                   int repeat,
+#endif
 #if BIAS
-                   __global const float *restrict bias, int bias_at, int bias_m, int bias_n,
+                   __global const float *restrict bias, int bias_at, int bias_batch, int bias_m, int bias_n,
 #endif
                    __global float *restrict c, int c_at, int c_batch, int c_m, int c_n,
 #if SPLIT
@@ -95,8 +101,14 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
 #else
     const int batch = get_global_id(2), first = 0, stop = K;
 #endif
-    a += a_at + batch * a_batch;
-    b += b_at + batch * b_batch;
+    int a_own = batch, b_own = batch;
+#if REPEATS == 1
+    a_own %= repeat;
+#elif REPEATS == 2
+    b_own %= repeat;
+#endif
+    a += a_at + a_own * a_batch;
+    b += b_at + b_own * b_batch;
     c += c_at + batch * c_batch;
 #if A_PACKED
     a += row * K;
@@ -166,7 +178,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
     }
 
 #if BIAS
-    bias += bias_at;
+    bias += bias_at + batch * bias_batch;
 #pragma unroll
     for (int j = 0; j < NV; j++) {
 #if EDGE && !B_PACKED
@@ -224,7 +236,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
         for (int j = 0; j < NV; j++) {
 #if EDGE
 #define STORE_LANE(e, s)                                                                                               \
-    if (i < rows && j * VW + e >= lag && j * VW + e < stop_column)                                                                 \
+    if ((i < rows) & (j * VW + e >= lag) & (j * VW + e < stop_column))                                                               \
         c[i * c_m + (j * VW + e) * c_n] = sum[i][j].s;
 #else
 #define STORE_LANE(e, s) c[i * c_m + (j * VW + e) * c_n] = sum[i][j].s;
@@ -237,7 +249,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
 
 __kernel void gemm_sum(__global const float *restrict sums, int sums_at, int parts, int part_size,
 #if BIAS
-                       __global const float *restrict bias, int bias_at, int bias_m, int bias_n,
+                       __global const float *restrict bias, int bias_at, int bias_batch, int bias_m, int bias_n,
 #endif
                        __global float *restrict c, int c_at, int c_batch, int c_m, int c_n, int M, int N)
 {
@@ -250,7 +262,7 @@ __kernel void gemm_sum(__global const float *restrict sums, int sums_at, int par
     for (int part = 1; part < parts; part++)
         sum += sums[part * part_size];
 #if BIAS
-    sum += bias[bias_at + m * bias_m + n * bias_n];
+    sum += bias[bias_at + batch * bias_batch + m * bias_m + n * bias_n];
 #endif
     c[c_at + batch * c_batch + m * c_m + n * c_n] = sum;
 }

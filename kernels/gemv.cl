@@ -1,6 +1,6 @@
 /* Product of a matrix with a vector, where the matrix's rows lie along k.
  *
- *   c[b][n] = sum over k of w[b][n][k] * x[b][k]   (+ bias[n])
+ *   c[b][n] = sum over k of w[b][n][k] * x[b][k]   (+ bias[b][n])
  *
  * Shapes: w [batch, N, K] by strides, x [batch, K] with its elements one after the other, c [batch, N] by strides.
  * Dimension 2 walks the batch (and the parts of K, see SPLIT of gemm.cl; gemm_sum of gemm.cl sums them up).
@@ -61,8 +61,8 @@ static inline float added(VEC v)
 }
 
 #if BIAS
-#define BIAS_PARAMETERS __global const float *restrict bias, int bias_at, int bias_n,
-#define BIASED(sum) ((sum) + bias[bias_at + n * bias_n])
+#define BIAS_PARAMETERS __global const float *restrict bias, int bias_at, int bias_batch, int bias_n,
+#define BIASED(sum) ((sum) + bias[bias_at + batch * bias_batch + n * bias_n])
 #else
 #define BIAS_PARAMETERS
 #define BIASED(sum) (sum)
@@ -119,7 +119,7 @@ void gemv_group(__global const float *restrict w, int w_at, int w_batch, int w_n
     x += x_at + batch * x_batch + first;
     const int vectors = length / VW;
     VEC sums = (VEC)(0.0f);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = lane; i < vectors; i += LANES)
         sums += LOAD_W(i) * LOAD_X(i);
     float sum = added(sums);

@@ -17,7 +17,7 @@ from typing import Union
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.facts import DeviceFacts
-from apps.gradient.opencl.tiles import Product, Recipe, choose, parts_of_row
+from apps.gradient.opencl.tiles import Product, Recipe, Side, choose, parts_of_row
 from apps.gradient.opencl.values import Argument, Define, Read, View, Write
 from apps.gradient.opencl.walks import expanded
 
@@ -58,7 +58,7 @@ def addmm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
     bias, a, b = inputs
     assert bias is not None and a is not None and b is not None
     out = emit.like(call.outputs[0])
-    multiply(emit, _batched(a), _batched(b), _batched(out), expanded(bias, out.shape))
+    multiply(emit, _batched(a), _batched(b), _batched(out), _batched(expanded(bias, out.shape)))
     return [out]
 
 
@@ -67,49 +67,42 @@ def _batched(x: View) -> View:
 
 
 def multiply(emit: Emitter, a: View, b: View, c: View, bias: View | None = None) -> None:
-    """c = a b + bias."""
+    """c = a b + bias, each [batch, ., .]. A batch of a or b that is smaller than c's divides it: it is used in turn."""
+    right = _turned(b)
     if c.numel == 0:
         return
-    if c.shape[1] == 1 or c.shape[2] == 1:
-        # One row is one column of the turned product.
-        x, w, line = (a, _turned(b), _turned(c)) if c.shape[1] == 1 else (_turned(b), a, c)
-        along = None if bias is None else (_flat_bias(bias, 1) if c.shape[1] == 1 else _flat_bias(bias, 0))
-        if _is_row_product(emit.device, w):
-            _row_product(emit, w, x, line, along)
-            return
-    recipe = choose(emit.device, describe(emit.device, a, b, c))
-    product(emit, a, b, c, bias, recipe)
+    if c.shape[1] == 1 and _is_row_product(right, a, c):
+        _row_product(emit, right, a, _turned(c), None if bias is None else _turned(bias))
+    elif c.shape[2] == 1 and _is_row_product(a, right, c):
+        _row_product(emit, a, right, c, bias)
+    else:
+        wanted = Product(c.shape[0], a.shape[2], side(emit.device, a), side(emit.device, right))
+        product(emit, a, right, c, bias, choose(emit.device, wanted))
 
 
-def describe(device: DeviceFacts, a: View, b: View, c: View) -> Product:
-    """A product as tiles.py sees it."""
-    return Product(
-        batch=c.shape[0],
-        m=c.shape[1],
-        n=c.shape[2],
-        k=a.shape[2],
-        a_row=a.strides[1],
-        a_k=a.strides[2],
-        b_k=b.strides[1],
-        b_column=b.strides[2],
-        a_shared=a.strides[0] == 0,
-        b_shared=b.strides[0] == 0,
-        a_vectors=_loads_vectors(device, a),
-        b_vectors=_loads_vectors(device, b),
-    )
+def side(device: DeviceFacts, x: View) -> Side:
+    """An operand as tiles.py sees it."""
+    batches = 1 if x.strides[0] == 0 else x.shape[0]
+    return Side(x.shape[1], batches, x.strides[1], x.strides[-1], _loads_vectors(device, x), len(x.shape) == 3)
 
 
-def product(emit: Emitter, a: Operand, b: Operand, c: View, bias: View | None, recipe: Recipe) -> None:
-    """c = a b + bias, as the recipe says; operands that are packed already fit its tile."""
+def product(emit: Emitter, left: Operand, right: Operand, c: View, bias: View | None, recipe: Recipe) -> None:
+    """c = left right^T + bias, as the recipe says; operands that are packed already fit its tile.
+
+    left is [batch, M, K] and right [batch, N, K], or [batch, ., K_outer, K_inner] where K walks two levels.
+    """
     if recipe.turned:
-        a, b, c = _turned_operand(b), _turned_operand(a), _turned(c)
-        bias = None if bias is None else View(bias.storage, bias.shape[::-1], bias.strides[::-1], bias.offset)
+        left, right, c = right, left, _turned(c)
+        bias = None if bias is None else _turned(bias)
     tile, device = recipe.tile, emit.device
-    (batch, m, n), k = c.shape, a.k if isinstance(a, Panels) else a.shape[2]
-    if recipe.pack_a and isinstance(a, View):
-        a = pack(emit, a, tile.rows)
-    if recipe.pack_b and isinstance(b, View):
-        b = pack(emit, _turned(b), tile.columns)
+    batch, m, n = c.shape
+    if recipe.pack_a and isinstance(left, View):
+        left = pack(emit, left, tile.rows)
+    if recipe.pack_b and isinstance(right, View):
+        right = pack(emit, right, tile.columns)
+    k = left.k if isinstance(left, Panels) else left.shape[2]
+    left_batches, right_batches = _batches(left), _batches(right)
+    repeats = 1 if left_batches not in (1, batch) else 2 if right_batches not in (1, batch) else 0
     parts, part_k = _parts(k, recipe.parts)
     sums = emit.fresh("float32", (parts, batch, m, n)) if parts > 1 else None
     target = c if sums is None else View(sums.storage, c.shape, sums.strides[1:])
@@ -119,23 +112,26 @@ def product(emit: Emitter, a: Operand, b: Operand, c: View, bias: View | None, r
         "NV": tile.across,
         "VW": tile.vector,
         "UNROLL": tile.unroll,
-        "A_PACKED": int(isinstance(a, Panels)),
-        "A_VECTORS": int(device.group_form and tile.rows % 4 == 0 and isinstance(a, Panels)),
-        "B_PACKED": int(isinstance(b, Panels)),
+        "A_PACKED": int(isinstance(left, Panels)),
+        "A_VECTORS": int(device.group_form and tile.rows % 4 == 0 and isinstance(left, Panels)),
+        "B_PACKED": int(isinstance(right, Panels)),
+        "REPEATS": repeats,
         "EDGE": int(not inside),
         "STORE_VECTORS": int(target.strides[2] == 1 and _loads_vectors(device, target)),
         "BIAS": _bias_kind(bias) if sums is None else 0,
         "SPLIT": int(sums is not None),
     }
     arguments: list[Argument] = []
-    if isinstance(a, Panels):
-        arguments += [Read(a.view), a.batch_stride, 0, 0]
+    if isinstance(left, Panels):
+        arguments += [Read(left.view), left.batch_stride, 0, 0]
     else:
-        arguments += [Read(a), *a.strides]
-    if isinstance(b, Panels):
-        arguments += [Read(b.view), b.batch_stride, 0]
+        arguments += [Read(left), _batch_stride(left), *left.strides[1:]]
+    if isinstance(right, Panels):
+        arguments += [Read(right.view), right.batch_stride, 0]
     else:
-        arguments += [Read(b), *b.strides[:2]]
+        arguments += [Read(right), _batch_stride(right), right.strides[2]]
+    if repeats:
+        arguments.append(left_batches if repeats == 1 else right_batches)
     if sums is None:
         arguments += _bias_arguments(bias)
     arguments += [Write(target), *target.strides]
@@ -182,12 +178,12 @@ def _bias_kind(bias: View | None) -> int:
     """BIAS of gemm.cl."""
     if bias is None:
         return 0
-    down, along = (stride if size > 1 else 0 for stride, size in zip(bias.strides, bias.shape))
+    down, along = (stride if size > 1 else 0 for stride, size in zip(bias.strides[1:], bias.shape[1:]))
     return 1 if down == 0 else 2 if along == 0 else 3
 
 
 def _bias_arguments(bias: View | None) -> list[Argument]:
-    return [] if bias is None else [Read(bias), *bias.strides]
+    return [] if bias is None else [Read(bias), _batch_stride(bias), *bias.strides[1:]]
 
 
 def _turned(x: View) -> View:
@@ -196,8 +192,14 @@ def _turned(x: View) -> View:
     return View(x.storage, (shape[0], shape[2], shape[1]), (strides[0], strides[2], strides[1]), x.offset)
 
 
-def _turned_operand(x: Operand) -> Operand:
-    return x if isinstance(x, Panels) else _turned(x)
+def _batches(x: Operand) -> int:
+    if isinstance(x, View):
+        return 1 if x.strides[0] == 0 else x.shape[0]
+    return x.view.shape[0]
+
+
+def _batch_stride(x: View) -> int:
+    return 0 if x.shape[0] == 1 else x.strides[0]
 
 
 def _tile_local(device: DeviceFacts, across: int, down: int, deep: int, work: int) -> tuple[int, int, int]:
@@ -275,36 +277,31 @@ def _pack_local(device: DeviceFacts, steps: int, count: int, long: bool) -> tupl
 # One row.
 
 
-def _is_row_product(device: DeviceFacts, w: View) -> bool:
+def _is_row_product(w: View, x: View, c: View) -> bool:
     """Whether dot products along w's rows are the way: w [batch, N, K] with its elements along k, or none along n."""
-    return w.strides[2] == 1 or w.strides[1] != 1
-
-
-def _flat_bias(bias: View, axis: int) -> View:
-    return View(bias.storage, (bias.shape[axis],), (bias.strides[axis],), bias.offset)
+    plain = all(_batches(each) in (1, c.shape[0]) for each in (w, x))
+    return plain and (w.strides[2] == 1 or w.strides[1] != 1)
 
 
 def _row_product(emit: Emitter, w: View, x: View, c: View, bias: View | None) -> None:
-    """c [batch, N, 1] = w [batch, N, K] times x [batch, 1, K]."""
+    """c [batch, N, 1] = w [batch, N, K] times x [batch, 1, K], + bias [batch, N, 1]."""
     device = emit.device
-    batch, n, k = w.shape
+    batch, n, k = c.shape[0], w.shape[1], w.shape[2]
     if k > 1 and x.strides[2] != 1:
         x = emit.dense(x)
     vectors = w.strides[2] == 1 and _loads_vectors(device, w) and _loads_vectors(device, x)
     vector = (4 if device.group_form else device.vector_width) if vectors else 1
-    lanes = 64 if device.group_form else 1
     parts, part_k = _parts(k, parts_of_row(device, batch * n, k))
     sums = emit.fresh("float32", (parts, batch, n, 1)) if parts > 1 else None
     target = c if sums is None else View(sums.storage, c.shape, sums.strides[1:])
     defines: dict[str, Define] = {"VW": vector, "SPLIT": int(parts > 1), "BIAS": int(bias is not None and parts == 1)}
-    arguments: list[Argument] = [Read(w), *w.strides, Read(x), x.strides[0]]
+    arguments: list[Argument] = [Read(w), _batch_stride(w), *w.strides[1:], Read(x), _batch_stride(x)]
     if bias is not None and parts == 1:
-        arguments += [Read(bias), *bias.strides]
+        arguments += [Read(bias), _batch_stride(bias), bias.strides[1]]
     arguments += [Write(target), *target.strides[:2]]
     if parts > 1:
         arguments += [parts, part_k, batch * n]
     arguments += [n, k]
-    work = {"flops": 2 * batch * n * k}
     if device.group_form:
         lanes = min(64, 1 << (device.max_work_group.bit_length() - 1))
         rows = max(1, min(4, device.max_work_group // lanes)) if k < 1024 and n >= 4 else 1
@@ -317,7 +314,7 @@ def _row_product(emit: Emitter, w: View, x: View, c: View, bias: View | None) ->
             defines=defines,
             local_size=(lanes, rows, 1),
             split=1,
-            **work,
+            flops=2 * batch * n * k,
         )
     else:
         emit.launch(
@@ -328,11 +325,10 @@ def _row_product(emit: Emitter, w: View, x: View, c: View, bias: View | None) ->
             defines=defines,
             local_size=_row_local(device, n, batch * parts),
             split=0,
-            **work,
+            flops=2 * batch * n * k,
         )
     if sums is not None:
-        spread = None if bias is None else View(bias.storage, (n, 1), (*bias.strides, 0), bias.offset)
-        _sum_parts(emit, sums, c, spread)
+        _sum_parts(emit, sums, c, bias)
 
 
 def _row_local(device: DeviceFacts, n: int, deep: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ the kernels for a Radeon HD 5870 (multiply-adds per VLIW bundle).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from apps.gradient.opencl.facts import DeviceFacts
 
@@ -66,45 +66,37 @@ def tiles_of(device: DeviceFacts) -> tuple[Tile, ...]:
 
 
 @dataclass(frozen=True)
-class Product:
-    """Sizes and strides of a product; a `batch stride` of 0 means that all of the batch share the operand.
+class Side:
+    """An operand as the choice sees it. Its rows are the rows of the left operand, or the columns of the right one.
 
-    `vectors`: whether vectors may be loaded along an operand's axis of stride 1.
-    `ready`: the operand is made as panels anyway (a convolution's windows).
+    batches     matrices that it has; a batch uses fewer than its own over and over
+    row, k      strides
+    vectors     whether vectors may be loaded along the axis of stride 1
+    in_place    whether it may be read without packing at all
+    ready       it is made as panels anyway (a convolution's windows)
     """
 
-    batch: int
-    m: int
-    n: int
+    rows: int
+    batches: int
+    row: int
     k: int
-    a_row: int
-    a_k: int
-    b_k: int
-    b_column: int
-    a_shared: bool = False
-    b_shared: bool = False
-    a_vectors: bool = True
-    b_vectors: bool = True
-    a_ready: bool = False
-    b_ready: bool = False
+    vectors: bool = True
+    in_place: bool = True
+    ready: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """left [batch, M, K] times right [batch, K, N]."""
+
+    batch: int
+    k: int
+    left: Side
+    right: Side
 
     def turned(self) -> Product:
         """The same product as c^T = b^T a^T."""
-        return replace(
-            self,
-            m=self.n,
-            n=self.m,
-            a_row=self.b_column,
-            a_k=self.b_k,
-            b_k=self.a_k,
-            b_column=self.a_row,
-            a_shared=self.b_shared,
-            b_shared=self.a_shared,
-            a_vectors=self.b_vectors,
-            b_vectors=self.a_vectors,
-            a_ready=self.b_ready,
-            b_ready=self.a_ready,
-        )
+        return Product(self.batch, self.k, self.right, self.left)
 
 
 @dataclass(frozen=True)
@@ -120,29 +112,30 @@ class Recipe:
 
 def choose(device: DeviceFacts, wanted: Product, tiles: Sequence[Tile] = ()) -> Recipe:
     """The cheapest recipe by the costs below."""
-    return min(_recipes(device, wanted, tiles or tiles_of(device)), key=lambda pair: pair[0])[1]
+    return min(recipes(device, wanted, tiles), key=lambda pair: pair[0])[1]
 
 
-def _recipes(device: DeviceFacts, wanted: Product, tiles: Sequence[Tile]) -> Iterator[tuple[float, Recipe]]:
+def recipes(device: DeviceFacts, wanted: Product, tiles: Sequence[Tile] = ()) -> Iterator[tuple[float, Recipe]]:
+    """All that could be done, with what it costs."""
     for turned in (False, True):
         product = wanted.turned() if turned else wanted
-        for tile in tiles:
-            for pack_a in (True,) if product.a_ready or not _reads_a(device, product, tile) else (True, False):
-                for pack_b in (True,) if product.b_ready or not _reads_b(device, product, tile) else (True, False):
-                    for parts in {1, _parts(device, product, tile)}:
+        for tile in tiles or tiles_of(device):
+            for pack_a in (True, False) if _reads_left(device, product.left, tile) else (True,):
+                for pack_b in (True, False) if _reads_right(device, product.right, tile) else (True,):
+                    for parts in sorted({1, _parts(device, product, tile)}):
                         recipe = Recipe(turned, tile, pack_a, pack_b, parts)
                         yield cost(device, product, recipe), recipe
 
 
-def _reads_a(device: DeviceFacts, product: Product, tile: Tile) -> bool:
-    """Whether a may be read in place. On a GPU only where all items read the same rows."""
-    return not device.group_form or product.m <= tile.rows
+def _reads_left(device: DeviceFacts, side: Side, tile: Tile) -> bool:
+    """Whether the left operand may be read in place. On a GPU only where all items read the same rows."""
+    return side.in_place and not side.ready and (not device.group_form or side.rows <= tile.rows)
 
 
-def _reads_b(device: DeviceFacts, product: Product, tile: Tile) -> bool:
-    """Whether b may be read in place: see B_PACKED in gemm.cl."""
-    inside = product.b_column == 1 and product.n >= tile.columns
-    return inside and (not device.group_form or (product.b_vectors and product.n % tile.vector == 0))
+def _reads_right(device: DeviceFacts, side: Side, tile: Tile) -> bool:
+    """Whether the right operand may be read in place: see B_PACKED in gemm.cl."""
+    inside = side.in_place and not side.ready and side.row == 1 and side.rows >= tile.columns
+    return inside and (not device.group_form or (side.vectors and side.rows % tile.vector == 0))
 
 
 def _units(device: DeviceFacts) -> int:
@@ -153,7 +146,7 @@ def _units(device: DeviceFacts) -> int:
 
 
 def _items(product: Product, tile: Tile) -> int:
-    return product.batch * _count(product.m, tile.rows) * _count(product.n, tile.columns)
+    return product.batch * _count(product.left.rows, tile.rows) * _count(product.right.rows, tile.columns)
 
 
 def _parts(device: DeviceFacts, product: Product, tile: Tile) -> int:
@@ -182,10 +175,9 @@ CPU_LAUNCH = 4e5
 
 
 def _packed_elements(product: Product, recipe: Recipe) -> Iterator[float]:
-    if recipe.pack_a and not product.a_ready:
-        yield (1 if product.a_shared else product.batch) * product.m * product.k
-    if recipe.pack_b and not product.b_ready:
-        yield (1 if product.b_shared else product.batch) * product.n * product.k
+    for side, packs in ((product.left, recipe.pack_a), (product.right, recipe.pack_b)):
+        if packs and not side.ready:
+            yield side.batches * side.rows * product.k
 
 
 def _gpu_extra(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
@@ -203,14 +195,14 @@ def _cpu_extra(product: Product, recipe: Recipe) -> float:
 
 
 def _summed_elements(product: Product, recipe: Recipe) -> float:
-    return product.batch * product.m * product.n * recipe.parts if recipe.parts > 1 else 0.0
+    return product.batch * product.left.rows * product.right.rows * recipe.parts if recipe.parts > 1 else 0.0
 
 
 def _cpu_slowness(product: Product, recipe: Recipe) -> float:
     """How much longer the loop takes on operands that are not packed."""
     slowness = 1.0
     if not recipe.pack_a:
-        slowness *= 1.1 if product.a_k == 1 else 1.3
+        slowness *= 1.1 if product.left.k == 1 else 1.3
     if not recipe.pack_b:
         slowness *= 1.4
     return slowness
