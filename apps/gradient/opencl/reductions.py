@@ -131,7 +131,7 @@ class _Pass:
     ) -> None:
         """`outer` is [A, B] and `strides` those of x along them; elements of a column are `stride` apart."""
         device = self.emit.device
-        segment = _column_segment(device, length, math.prod(outer))
+        segment = column_segment(device, length, math.prod(outer))
         parts = -(-length // segment)
         a, b = outer
         made = out if parts == 1 else self.emit.fresh(out.dtype, (a, parts, b))
@@ -191,7 +191,8 @@ def row_segments(device: DeviceFacts, rows: int, length: int) -> tuple[int, int]
     return ROW_SEGMENT, -(-length // ROW_SEGMENT)
 
 
-def _column_segment(device: DeviceFacts, length: int, columns: int) -> int:
+def column_segment(device: DeviceFacts, length: int, columns: int) -> int:
+    """Length of the parts in which columns are combined first, where `columns` items lie side by side."""
     if device.group_form:
         return -(-length // segments(device, length, columns // GROUP, COLUMN_SEGMENT))
     return CACHED_SEGMENT if length >= 2 * CACHED_SEGMENT else length

@@ -1,0 +1,332 @@
+"""Layer, group and batch norm, forward and backward (norm.cl).
+
+A layer norm is one kernel a pass. Group and batch norms have kernels for their sums only: what is done to every
+element afterwards is a chain of elementwise operators, which may go on with the activation that follows.
+
+N batch, C channels, G groups, L positions; rows [M, D] of a layer norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from apps.gradient.backends.backend import Call
+from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
+from apps.gradient.opencl.reductions import column_segment, total
+from apps.gradient.opencl.rows import column_width, plain_range, row_launch, vector_width
+from apps.gradient.opencl.values import Define, Read, View, Write
+
+MERGED_AT_ONCE = 128  # parts whose moments one item merges
+
+
+def native_layer_norm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    x, weight, bias = (None if view is None else emit.dense(view) for view in inputs)
+    assert x is not None
+    length = math.prod(call.attrs["normalized_shape"])
+    rows = x.numel // length
+    out, mean, rstd = (emit.like(type_) for type_ in call.outputs)
+    width = _row_width(emit, length, x, weight, bias)
+    how = row_launch(emit.device, length, width, (rows,))
+    emit.launch(
+        "norm.cl",
+        f"layer_norm_{how.suffix}",
+        how.global_size if rows else (0,),
+        [
+            *(Read(x), Read(x if weight is None else weight), Read(x if bias is None else bias)),
+            *(Write(out), Write(mean), Write(rstd), rows, length, float(call.attrs["eps"])),
+        ],
+        defines={**how.defines, "WEIGHTED": int(weight is not None), "BIASED": int(bias is not None)},
+        local_size=how.local_size if rows else (1,),
+        split=how.split,
+        flops=8 * x.numel,
+    )
+    return [out, mean, rstd]
+
+
+def native_layer_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    grad, x, mean, rstd, weight = (None if view is None else emit.dense(view) for view in inputs[:5])
+    assert grad is not None and x is not None and mean is not None and rstd is not None
+    mask, inner = call.attrs["output_mask"], tuple(call.attrs["normalized_shape"])
+    length = math.prod(inner)
+    rows = x.numel // length
+    made: list[View | None] = [None, None, None]
+    if mask[0]:
+        out = made[0] = emit.fresh("float32", x.shape)
+        width = _row_width(emit, length, x, grad, weight)
+        how = row_launch(emit.device, length, width, (rows,))
+        emit.launch(
+            "norm.cl",
+            f"layer_norm_backward_{how.suffix}",
+            how.global_size if rows else (0,),
+            [
+                *(Read(grad), Read(x), Read(mean), Read(rstd), Read(x if weight is None else weight)),
+                *(Write(out), rows, length),
+            ],
+            defines={**how.defines, "WEIGHTED": int(weight is not None)},
+            local_size=how.local_size if rows else (1,),
+            split=how.split,
+            flops=10 * x.numel,
+        )
+    if mask[1] or mask[2]:
+        made[2], made[1] = _column_sums(emit, grad, x, mean, rstd, (rows, length), by_row=True)
+    return [view.reshaped(type_.shape) for view, type_ in zip(_wanted(made, mask), call.outputs)]
+
+
+def native_group_norm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    given, weight, bias = inputs
+    assert given is not None
+    x, groups = emit.dense(given), call.attrs["groups"]
+    batch, channels = x.shape[:2]
+    out, *statistics = (emit.like(type_) for type_ in call.outputs)
+    if not x.numel:
+        return [out, *statistics]
+    rows, length = batch * groups, x.numel // (batch * groups)
+    mean, squares = _row_moments(emit, x, rows, length)
+    variance = _chain(emit, "div", squares, float(length))
+    rstd = emit.apply("reciprocal", emit.apply("sqrt", [_chain(emit, "add", variance, call.attrs["eps"])]))[0]
+    shape = (batch, groups, channels // groups, length * groups // channels)
+    hat = _normalised(emit, x.reshaped(shape), mean.reshaped((batch, groups, 1, 1)), rstd.reshaped((rows, 1, 1)), shape)
+    for op, view in (("mul", weight), ("add", bias)):
+        if view is not None:
+            hat = _chain(emit, op, hat, emit.reshaped(view, (groups, channels // groups, 1)))
+    return [hat.reshaped(out.shape), *(view.reshaped((batch, groups)) for view in (mean, rstd))]
+
+
+def _normalised(emit: Emitter, x: View, mean: View, rstd: View, shape: Sequence[int]) -> View:
+    """(x - mean) rstd, each of which broadcasts."""
+    return _chain(emit, "mul", _chain(emit, "sub", x, mean), emit.reshaped(rstd, mean.shape))
+
+
+def native_group_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    grad, x, mean, rstd, weight = (None if view is None else emit.dense(view) for view in inputs)
+    assert grad is not None and x is not None and mean is not None and rstd is not None
+    mask, groups = call.attrs["output_mask"], call.attrs["groups"]
+    batch, channels = x.shape[:2]
+    if not x.numel:
+        return [emit.number(0.0, type_.dtype, type_.shape) for type_ in call.outputs]
+    positions, share = x.numel // (batch * channels), channels // groups
+    length = positions * share
+    sums = _row_sums(emit, grad, x, mean, rstd, (batch, channels, positions), (groups, share))
+    made: list[View | None] = [None, None, None]
+    if mask[0]:
+        shape, of_group = (batch, groups, share, positions), (batch, groups, 1, 1)
+        of_channel = None if weight is None else weight.reshaped((groups, share, 1))
+        by_group = sums.reshaped((2, batch, groups, share, 1))
+        if of_channel is not None:
+            by_group = _chain(emit, "mul", by_group, of_channel)
+        plain, along = _halves(total(emit, by_group.reshaped((2, batch, groups, share)), [3]))
+        hat = _normalised(emit, x.reshaped(shape), mean.reshaped(of_group), rstd, shape)
+        inward = grad.reshaped(shape)
+        if of_channel is not None:
+            inward = _chain(emit, "mul", inward, of_channel)
+        out = _inward(emit, inward, hat, plain.reshaped(of_group), along.reshaped(of_group), length)
+        made[0] = _chain(emit, "mul", out, rstd.reshaped(of_group))
+    if mask[1] or mask[2]:
+        made[2], made[1] = _halves(total(emit, sums, [1]))
+    return [view.reshaped(type_.shape) for view, type_ in zip(_wanted(made, mask), call.outputs)]
+
+
+def native_batch_norm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    """Training: statistics of this batch, and running ones moved by `momentum` (variance unbiased there only)."""
+    given, weight, bias, running_mean, running_var = inputs
+    assert given is not None and running_mean is not None and running_var is not None
+    x, eps, momentum = emit.dense(given), float(call.attrs["eps"]), float(call.attrs["momentum"])
+    batch, channels = x.shape[:2]
+    positions = math.prod(x.shape[2:])
+    if call.attrs["training"]:
+        mean, squares = _channel_moments(emit, x, batch, channels, positions)
+        invstd, new_mean, new_var = (emit.fresh("float32", (channels,)) for _ in range(3))
+        count = batch * positions
+        emit.launch(
+            "norm.cl",
+            "batch_norm_finish",
+            (channels,),
+            [
+                *(Read(mean), Read(squares), Read(emit.dense(running_mean)), Read(emit.dense(running_var))),
+                *(Write(invstd), Write(new_mean), Write(new_var), channels),
+                *(float(count), count / max(count - 1, 1), momentum, eps),
+            ],
+        )
+    else:
+        mean, new_mean, new_var = running_mean, running_mean, running_var
+        invstd = _inverse_deviation(emit, running_var, eps)
+    of_channel = (channels, *(1,) * (len(x.shape) - 2))
+    vectors = [None if view is None else emit.reshaped(view, of_channel) for view in (mean, invstd, weight, bias)]
+    out = x
+    for op, vector in zip(("sub", "mul", "mul", "add"), vectors):
+        if vector is not None:
+            out = _chain(emit, op, out, vector)
+    return [out, mean, invstd, new_mean, new_var]
+
+
+def native_batch_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+    grad, x, weight, running_mean, running_var, mean, invstd = (
+        None if view is None else emit.dense(view) for view in inputs
+    )
+    assert grad is not None and x is not None and mean is not None and invstd is not None
+    assert running_mean is not None and running_var is not None
+    training, mask = call.attrs["training"], call.attrs["output_mask"]
+    batch, channels = x.shape[:2]
+    positions = math.prod(x.shape[2:])
+    if not training:
+        mean, invstd = running_mean, _inverse_deviation(emit, running_var, float(call.attrs["eps"]))
+    if not x.numel:
+        return [emit.number(0.0, type_.dtype, type_.shape) for type_ in call.outputs]
+    made: list[View | None] = [None, None, None]
+    if positions == 1:
+        plain, along = _column_sums(emit, grad, x, mean, invstd, (batch, channels), by_row=False)
+    else:
+        sums = _row_sums(emit, grad, x, mean, invstd, (batch, channels, positions), (0, 1))
+        plain, along = _halves(total(emit, sums, [1]))
+    made[2], made[1] = plain, along
+    if mask[0]:
+        of_channel = (channels, *(1,) * (len(x.shape) - 2))
+        out = grad
+        if training:
+            hat = _normalised(emit, x, mean.reshaped(of_channel), invstd, x.shape)
+            out = _inward(emit, grad, hat, plain.reshaped(of_channel), along.reshaped(of_channel), batch * positions)
+        out = _chain(emit, "mul", out, invstd.reshaped(of_channel))
+        made[0] = out if weight is None else _chain(emit, "mul", out, weight.reshaped(of_channel))
+    return _wanted(made, mask)
+
+
+# Parts.
+
+
+def _chain(emit: Emitter, op: str, a: View, b: View | float) -> View:
+    return emit.apply(op, [a, b if isinstance(b, View) else emit.number(float(b), "float32")])[0]
+
+
+def _inward(emit: Emitter, grad: View, hat: View, plain: View, along: View, count: int) -> View:
+    """grad - plain / count - hat along / count: the gradient as it was before the normalisation, but for its scale."""
+    share = 1.0 / count
+    centred = _chain(emit, "sub", grad, _chain(emit, "mul", plain, share))
+    return _chain(emit, "sub", centred, _chain(emit, "mul", _chain(emit, "mul", hat, along), share))
+
+
+def _inverse_deviation(emit: Emitter, variance: View, eps: float) -> View:
+    return emit.apply("reciprocal", emit.apply("sqrt", [_chain(emit, "add", variance, eps)]))[0]
+
+
+def _row_width(emit: Emitter, length: int, *views: View | None) -> int:
+    return vector_width(emit.device, length, *(view.offset for view in views if view is not None))
+
+
+def _row_moments(emit: Emitter, x: View, rows: int, length: int) -> tuple[View, View]:
+    """Mean and sum of squared distances of each row: [rows] each."""
+    mean, squares = emit.fresh("float32", (rows,)), emit.fresh("float32", (rows,))
+    how = row_launch(emit.device, length, _row_width(emit, length, x), (rows,))
+    emit.launch(
+        "norm.cl",
+        f"moments_{how.suffix}",
+        how.global_size,
+        [Read(x), Write(mean), Write(squares), rows, length],
+        defines=how.defines,
+        local_size=how.local_size,
+        split=how.split,
+        flops=4 * x.numel,
+    )
+    return mean, squares
+
+
+def _channel_moments(emit: Emitter, x: View, batch: int, channels: int, positions: int) -> tuple[View, View]:
+    """Mean and sum of squared distances of each channel of [N, C, L]: [C] each."""
+    parts, each, count = batch, positions, batch * positions
+    if positions > 1:
+        mean, squares = _row_moments(emit, x, batch * channels, positions)
+    else:
+        mean = squares = x
+    leaf = positions == 1
+    while parts > 1 or leaf:
+        segment = MERGED_AT_ONCE if parts >= 2 * MERGED_AT_ONCE else parts
+        merged = -(-parts // segment)
+        out = emit.fresh("float32", (merged, channels)), emit.fresh("float32", (merged, channels))
+        last = count - (parts - 1) * each
+        sizes = (channels, merged)
+        emit.launch(
+            "norm.cl",
+            "moments_merge",
+            sizes,
+            [
+                *(Read(mean), Read(squares), Write(out[0]), Write(out[1]), channels, parts, segment, merged),
+                *(float(each), float(last)),
+            ],
+            defines={"LEAF": int(leaf)},
+            local_size=plain_range(emit.device, sizes),
+            split=1,
+            flops=6 * parts * channels,
+        )
+        (mean, squares), parts, each, leaf = out, merged, each * segment, False
+    return mean.reshaped((channels,)), squares.reshaped((channels,))
+
+
+def _row_sums(
+    emit: Emitter, grad: View, x: View, mean: View, rstd: View, sizes: tuple[int, int, int], place: tuple[int, int]
+) -> View:
+    """Sums of grad and of grad hat over L: [2, N, C]. mean and rstd of (n, c) are at n * place[0] + c / place[1]."""
+    batch, channels, positions = sizes
+    sums = emit.fresh("float32", (2, batch, channels))
+    width = _row_width(emit, positions, grad, x)
+    how = row_launch(emit.device, positions, width, (channels, batch))
+    emit.launch(
+        "norm.cl",
+        f"norm_sums_{how.suffix}",
+        how.global_size,
+        [Read(grad), Read(x), Read(mean), Read(rstd), Write(sums), channels, batch, positions, *place],
+        defines={**how.defines, "WEIGHTED": 0},
+        local_size=how.local_size,
+        split=how.split + 1,
+        flops=5 * x.numel,
+    )
+    return sums
+
+
+def _column_sums(
+    emit: Emitter, grad: View, x: View, mean: View, rstd: View, sizes: tuple[int, int], by_row: bool
+) -> tuple[View, View]:
+    """Sums of grad and of grad hat over the rows of [M, D]: [D] each."""
+    device, (rows, columns) = emit.device, sizes
+    if rows == 0:
+        return emit.number(0.0, "float32", (columns,)), emit.number(0.0, "float32", (columns,))
+    of_columns = () if by_row else (mean.offset, rstd.offset)
+    width = column_width(device, columns, grad.offset, x.offset, *of_columns)
+    segment = column_segment(device, rows, columns // width)
+    segments = -(-rows // segment)
+    sums = emit.fresh("float32", (2, segments, columns))
+    global_size = (columns // width, segments)
+    defines: dict[str, Define] = {"VW": width, "BY_ROW": int(by_row)}
+    emit.launch(
+        "norm.cl",
+        "norm_sums_columns",
+        global_size,
+        [Read(grad), Read(x), Read(mean), Read(rstd), Write(sums), columns, rows, segment, segments],
+        defines=defines,
+        local_size=plain_range(device, global_size),
+        split=1,
+        flops=5 * x.numel,
+    )
+    return _halves(total(emit, sums, [1]))
+
+
+def _halves(both: View) -> tuple[View, View]:
+    """x[0] and x[1] of a dense x."""
+    shape, strides = both.shape[1:], both.strides[1:]
+    return (
+        View(both.storage, shape, strides, both.offset),
+        View(both.storage, shape, strides, both.offset + math.prod(shape)),
+    )
+
+
+def _wanted(made: Sequence[View | None], mask: Sequence[bool]) -> list[View]:
+    return [view for view, wanted in zip(made, mask) if wanted and view is not None]
+
+
+OPS: Mapping[str, Lower] = {
+    "native_layer_norm": native_layer_norm,
+    "native_layer_norm_backward": native_layer_norm_backward,
+    "native_group_norm": native_group_norm,
+    "native_group_norm_backward": native_group_norm_backward,
+    "native_batch_norm": native_batch_norm,
+    "native_batch_norm_backward": native_batch_norm_backward,
+}
