@@ -13,11 +13,16 @@
    from any place; a device that cannot is given rows that start at multiples of VW.
 
    LOG          1: log-softmax
+   RECOMPUTE    1, softmax_columns: exponentials are made twice, not written and read back. On GPUs that is cheaper,
+                and an item must not read what the same launch writes: reads may come from a cache that never hears of it
    VW           elements that an item handles at once: 1, 2, 4, 8 or 16
    LANES, ROWS  shape of a group */
 
 #ifndef LOG
 #define LOG 0
+#endif
+#ifndef RECOMPUTE
+#define RECOMPUTE 1
 #endif
 #ifndef VW
 #define VW 1
@@ -93,6 +98,12 @@ static inline float largest_of_lanes(float value, __local float *shared, int lan
 }
 
 /* Forward. */
+
+#if LOG
+#define FORWARD(x) (((x) - top) - rest)
+#else
+#define FORWARD(x) (exp((x) - top) / sum)
+#endif
 
 __kernel void softmax_item(__global const float *x, int x_at, __global float *out, int out_at, int rows, int length)
 {
@@ -182,9 +193,6 @@ void softmax_group(__global const float *x, int x_at, __global float *out, int o
         return;
 #if LOG
     const float rest = log(sum);
-#define FORWARD(x) (((x) - top) - rest)
-#else
-#define FORWARD(x) (exp((x) - top) / sum)
 #endif
 #pragma unroll 1
     for (int i = lane * VW; i < whole; i += LANES * VW)
@@ -203,28 +211,30 @@ __kernel void softmax_columns(__global const float *x, int x_at, __global float 
     if (column >= columns || a >= outer)
         return;
     const int start = a * length * columns + column, end = start + length * columns;
+    __global const float *from = x + x_at;
+    __global float *to = out + out_at;
     real top = (real)(-INFINITY);
 #pragma unroll 1
     for (int i = start; i < end; i += columns)
-        top = fmax(top, LOAD(x + x_at + i));
+        top = fmax(top, LOAD(from + i));
     real sum = (real)(0.0f);
 #pragma unroll 1
     for (int i = start; i < end; i += columns) {
-        const real each = exp(LOAD(x + x_at + i) - top);
+        const real each = exp(LOAD(from + i) - top);
         sum += each;
-#if !LOG
-        STORE(each, out + out_at + i);
+#if !LOG && !RECOMPUTE
+        STORE(each, to + i);
 #endif
     }
 #if LOG
-    sum = log(sum);
+    const real rest = log(sum);
 #endif
 #pragma unroll 1
     for (int i = start; i < end; i += columns) {
-#if LOG
-        STORE((LOAD(x + x_at + i) - top) - sum, out + out_at + i);
+#if LOG || RECOMPUTE
+        STORE(FORWARD(LOAD(from + i)), to + i);
 #else
-        STORE(LOAD(out + out_at + i) / sum, out + out_at + i);
+        STORE(LOAD(to + i) / sum, to + i);
 #endif
     }
 }

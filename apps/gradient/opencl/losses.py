@@ -42,7 +42,7 @@ def _along(emit: Emitter, kernel: str, tensors: Sequence[View], sizes: tuple[int
         width = column_width(device, inner, *offsets)
         name, global_size, split = f"{kernel}_columns", (inner // width, outer), 1 if outer > 1 else 0
         local_size = plain_range(device, global_size)
-        defines["VW"] = width
+        defines.update({"VW": width, "RECOMPUTE": int(device.group_form)})
         arguments += [inner, length, outer]
     emit.launch(
         "softmax.cl",

@@ -1,0 +1,43 @@
+"""Random tensors, the same bits as every other backend's (philox.cl; see apps/gradient/philox.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from apps.gradient.backends.backend import Call
+from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
+from apps.gradient.opencl.rows import plain_range
+from apps.gradient.opencl.values import Read, View, Write
+
+WORDS = 4  # elements of one block of the generator
+OPERATIONS = 40  # of one element
+
+
+def _random(bernoulli: bool) -> Lower:
+    def lower(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
+        seed, step = inputs
+        assert seed is not None and step is not None
+        out, stream = emit.like(call.outputs[0]), call.attrs["stream"]
+        blocks = -(-out.numel // WORDS)
+        emit.launch(
+            "philox.cl",
+            "philox",
+            (blocks,),
+            [
+                *(Read(seed), Read(step), Write(out), out.numel),
+                *(stream - (1 << 32) if stream >= 1 << 31 else stream, float(call.attrs.get("p", 0.0))),
+            ],
+            defines={"BERNOULLI": int(bernoulli)},
+            local_size=plain_range(emit.device, (blocks,)),
+            split=0,
+            flops=OPERATIONS * out.numel,
+        )
+        return [out]
+
+    return lower
+
+
+OPS: Mapping[str, Lower] = {
+    "random_bernoulli": _random(bernoulli=True),
+    "random_uniform": _random(bernoulli=False),
+}
