@@ -17,7 +17,7 @@ from boinc_project.standard import steps
 from boinc_project.standard.advice import advice
 from boinc_project.standard.doctor import examine
 from boinc_project.standard.doctor_tree import check_cron
-from boinc_project.standard.findings import Patient, Severity
+from boinc_project.standard.findings import Patient, Severity, counted
 from boinc_project.standard.install import Standard
 from boinc_project.standard.running import our_processes
 from boinc_project.standard.steps import Step, Wanted
@@ -147,6 +147,6 @@ def doctor(project_dir: Path | None) -> None:
     warnings = sum(finding.severity == Severity.WARNING for finding in found)
     notes = len(found) - errors - warnings
     counts = ((errors, "error"), (warnings, "warning"), (notes, "note"))
-    click.echo(f"{directory}: " + ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts))
+    click.echo(f"{directory}: " + ", ".join(counted(count, word) for count, word in counts))
     if errors:
         raise SystemExit(1)

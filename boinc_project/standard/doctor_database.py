@@ -14,7 +14,7 @@ from boinc_project import signing, store
 from boinc_project.database import app, host, platform, result, workunit
 from boinc_project.gt_tables import JobState, gt_metadata
 from boinc_project.standard import editing, plan_classes, schema, steps
-from boinc_project.standard.findings import Finding, Patient, age, error, listed, note, warning
+from boinc_project.standard.findings import Finding, Patient, age, counted, error, listed, note, warning
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
 
@@ -225,7 +225,7 @@ def _active(patient: Patient, connection: Connection) -> tuple[int, int]:
 
 def _hosts_enough(patient: Patient, job: JobRow, users: int, hosts: int) -> Iterator[Finding]:
     quorum, config = job.config.workunit.min_quorum, patient.config
-    seen = f"{hosts} computers of {users} users asked for work in the last 7 days"
+    seen = f"{counted(hosts, 'computer')} of {counted(users, 'user')} asked for work in the last 7 days"
     there = {"user": users, "computer": hosts}
     # A second copy of a task is refused to them, even if their first one failed.
     once = {"user": config.one_result_per_user_per_wu, "computer": config.one_result_per_host_per_wu}

@@ -14,6 +14,7 @@ from boinc_project.daemon_start import heartbeat_name
 from boinc_project.gt_tables import gt_heartbeat
 from boinc_project.standard import schema, steps
 from boinc_project.standard.findings import Finding, Patient, age, error, note, warning
+from boinc_project.standard.running import may_be
 from boinc_project.standard.steps import Daemon
 
 LATE_S = 120.0  # passes may take a while; a heartbeat comes every ten seconds
@@ -52,7 +53,13 @@ def _named(patient: Patient, beats: Beats, wanted: Sequence[str]) -> Iterator[Fi
         if daemon not in beats:
             yield error(f"gt_{daemon} has never ended a pass", "run bin/start, and see its log")
         elif (seconds := _silent_s(patient, beats[daemon])) > LATE_S:
-            yield error(_late(daemon, beats[daemon], seconds), "see its log, then run bin/start")
+            yield error(_late(daemon, beats[daemon], seconds), _revival(daemon, int(beats[daemon]["pid"])))
+
+
+def _revival(daemon: str, pid: int) -> str:
+    """What to do about a silent daemon: bin/start starts none whose process still holds its lock."""
+    hangs = f"see its log; if nothing happens there, end process {pid} and run bin/start"
+    return hangs if may_be(pid, f"gt_{daemon.split(' ')[0]}") else "see its log, then run bin/start"
 
 
 def _given_up(patient: Patient, connection: Connection, beats: Beats, wanted: set[str]) -> Iterator[Finding]:

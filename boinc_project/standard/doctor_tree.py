@@ -14,7 +14,7 @@ from lxml import etree
 from boinc_project import signing
 from boinc_project.standard import editing, steps
 from boinc_project.standard.findings import Finding, Patient, age, error, listed, note, warning
-from boinc_project.standard.running import lock_holder, pid_files
+from boinc_project.standard.running import lock_holder, may_be, pid_files
 
 LEAST_FREE_BYTES = 200e6  # below this uploads and versions fail soon
 LOW_FREE_BYTES = 2e9
@@ -93,7 +93,9 @@ def check_keys(patient: Patient) -> Iterator[Finding]:
         try:
             if signing.read_private_key(private).public != signing.read_public_key(public):
                 yield error(f"{private} and {public} are no pair", "restore the pair")
-        except (OSError, ValueError) as problem:
+        except OSError as problem:
+            yield error(f"{problem.filename} cannot be read ({problem.strerror})", "correct its owner or mode")
+        except ValueError as problem:
             yield error(f"a key of {name} cannot be read ({problem})", f"restore {private} and {public}")
 
 
@@ -141,9 +143,11 @@ def check_daemon_entries(patient: Patient) -> Iterator[Finding]:
     entries = [each for each in patient.daemons if each.pid_file]
     for name, effect in _BOINC_DAEMONS.items():
         found = [each for each in entries if each.program == name]
-        if not found or all(each.disabled for each in found):
-            what = "is disabled" if found else "is not in <daemons>"
-            yield error(f"{name} {what}: {effect}", f"add <daemon><cmd>{name} -d 3</cmd></daemon> to config.xml")
+        if not found:
+            remedy = f"add <daemon><cmd>{name} -d 3</cmd></daemon> to config.xml"
+            yield error(f"{name} is not in <daemons>: {effect}", remedy)
+        elif all(each.disabled for each in found):
+            yield error(f"{name} is disabled in config.xml: {effect}", "take <disabled> out and run bin/start")
     for app in patient.apps:
         for program in steps.DAEMONS:
             ours = [each for each in entries if each.program == program and each.app == app]
@@ -174,9 +178,10 @@ def check_processes(patient: Patient) -> Iterator[Finding]:
         if pid_file is None:
             if daemon.program in (*steps.DAEMONS, *_BOINC_DAEMONS):
                 yield error(f"{daemon.cmd} was never started", "run bin/start")
-        elif not pid_file.alive and holder is None:
+        elif holder is None and not (pid_file.alive and may_be(pid_file.pid, daemon.program)):
+            fate = "is another program now" if pid_file.alive else "is gone"
             yield error(
-                f"{daemon.cmd} does not run: process {pid_file.pid} of {pid_file.path.name} is gone",
+                f"{daemon.cmd} does not run: process {pid_file.pid} of {pid_file.path.name} {fate}",
                 f"see the end of log_{patient.host}/{daemon.output}, then run bin/start",
             )
         elif not pid_file.alive:

@@ -72,6 +72,11 @@ def listed(names: Sequence[str], limit: int = 6) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def counted(number: int, what: str) -> str:
+    """`1 user`, `2 users`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def age(seconds: float) -> str:
     """A time that has passed, in words."""
     for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):

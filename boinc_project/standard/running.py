@@ -53,6 +53,17 @@ def _app_of(pid: int) -> str | None:
     return app_named(words) if any(name in word for word in words[:3] for name in DAEMONS) else None
 
 
+def may_be(pid: int, program: str) -> bool:
+    """Whether a process runs this program, as far as this user can see: its id may have been given away since."""
+    try:
+        words = psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
+    return not words or any(program in word for word in words)
+
+
 def lock_holder(path: Path) -> int | None:
     """Id of the process that holds a lock file of bin/start; None if nobody does. Takes no lock itself."""
     try:

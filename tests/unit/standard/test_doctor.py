@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -24,6 +25,7 @@ from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.signing import PrivateKey
 from boinc_project.standard import doctor_database, doctor_tree, install
 from boinc_project.standard.findings import Patient, Severity
+from boinc_project.standard.steps import DAEMONS
 from boinc_project.states import Outcome, ServerState
 from tests import mariadb
 from tests.standard_project import make_programs, make_standard_project
@@ -71,7 +73,8 @@ class Standard:
 @pytest.fixture
 def running() -> Iterator[subprocess.Popen[bytes]]:
     """A process that stands for a daemon."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    names = ("feeder", "transitioner", "file_deleter", *DAEMONS)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *names])
     yield process
     process.kill()
     process.wait()
@@ -123,6 +126,20 @@ def dead_daemon(project: Standard) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (project.folder / f"pid_{HOST}" / "transitioner.pid").write_text(f"{ended.pid}\n")
+
+
+def disabled_feeder(project: Standard) -> None:
+    first = "<daemons>\n        <daemon>"
+    project.edit(first, f"{first}\n            <disabled>1</disabled>")
+
+
+def reused_pid(project: Standard) -> None:
+    (project.folder / f"pid_{HOST}" / "gt_validator_gradient.pid").write_text(f"{os.getppid()}\n")
+
+
+def hanging_daemon(project: Standard) -> None:
+    pid = int((project.folder / f"pid_{HOST}" / "gt_validator_gradient.pid").read_text())
+    project.change(gt_heartbeat, time=time.time() - 7200, pid=pid)
 
 
 def other_upload_key(project: Standard) -> None:
@@ -189,6 +206,7 @@ ERRORS: dict[str, tuple[Callable[[Standard], None], str]] = {
     "stop file": (lambda p: (p.folder / "stop_daemons").touch(), "so no daemon runs"),
     "stop_upload": (lambda p: (p.folder / "stop_upload").touch(), "uploads are refused"),
     "no feeder": (lambda p: p.edit("feeder -d 3", "db_purge"), "feeder is not in <daemons>"),
+    "feeder disabled": (disabled_feeder, "the scheduler: take <disabled> out"),
     "no daemon": (lambda p: p.edit("gt_validator -d", "echo -d"), "gt_validator for gradient is not in <daemons>"),
     "disabled": (
         lambda p: p.edit("<cmd>gt_assimilator", "<disabled>1</disabled><cmd>gt_assimilator"),
@@ -200,6 +218,7 @@ ERRORS: dict[str, tuple[Callable[[Standard], None], str]] = {
     ),
     "link leads nowhere": (remove_program, "/nowhere/gt_validator, which is no program"),
     "dead daemon": (dead_daemon, "transitioner -d 3 does not run"),
+    "pid file of another program": (reused_pid, "is another program now"),
     "never started": (
         lambda p: (p.folder / f"pid_{HOST}" / "gt_validator_gradient.pid").unlink(), "was never started",
     ),
@@ -239,6 +258,21 @@ def test_what_stops_work_is_one_error_line_with_a_remedy(project: Standard, kind
     assert len(lines) == 1, found.output
     assert found.exit_code == 1 and lines[0].count(": ") >= 2
     assert "Traceback" not in found.output and "secret" not in found.output
+
+
+def test_a_daemon_that_hangs_must_be_ended_before_bin_start_starts_it_again(project: Standard) -> None:
+    hanging_daemon(project)
+    (line,) = [each for each in findings(doctor(project.folder), "error") if "gt_validator" in each]
+    assert "end process" in line
+
+
+def test_a_key_that_may_not_be_read_is_not_said_to_be_lost(project: Standard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> PrivateKey:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(doctor_tree.signing, "read_private_key", refused)
+    (line, _) = [each for each in findings(doctor(project.folder), "error") if "_private" in each]
+    assert "owner or mode" in line and "restore" not in line
 
 
 def failures(project: Standard) -> None:
@@ -391,7 +425,7 @@ def test_too_few_users_for_quorum_and_retries_are_told_with_both_numbers(
     lines = volunteers(tiny, hosts_of_users)
     assert [line.partition(":")[0] for line in lines] == ([severity] if severity else [])
     for line in lines:
-        assert not hosts_of_users or (f" of {len(hosts_of_users)} users" in line and "needs 2 users" in line)
+        assert not hosts_of_users or (f" of {len(hosts_of_users)} user" in line and "needs 2 users" in line)
         assert ("can never be replaced" in line) == (len(hosts_of_users) == 2)
 
 
