@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,7 +42,10 @@ MAX_MICROTASK_BYTES = 16 << 20
 MAX_STEPS = 100_000
 MAX_BATCH = 1 << 20
 MAX_SHARDS = 10_000
+MAX_SMALLER_GRAPHS = 2
 MAX_VALUES = 4_000_000  # of the document: two for each sample
+
+_SMALLER_GRAPH = re.compile(r"graph_([1-9][0-9]{0,7})\.json\.zst")
 
 
 class MicrotaskError(ContractError):
@@ -51,6 +55,11 @@ class MicrotaskError(ContractError):
 def shard_file(number: int) -> str:
     """Open name of the number-th data shard of a microtask."""
     return f"shard_{number}.safetensors"
+
+
+def smaller_graph_file(batch_size: int) -> str:
+    """Open name of the graph for batches of that size, smaller than the microtask's (contract/smaller.py)."""
+    return f"graph_{batch_size}.json.zst"
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Microtask:
     """One piece of work, independent of who does it.
 
     files            open name -> FileRef, for every file but the microtask itself
-    batch_size       static batch dimension of the graph
+    batch_size       static batch dimension of the graph; graphs of parts of it may travel along (smaller_batches)
     batches          one per step
     learning_rates   one per step (inner learning rate; unused by gradients)
     seed, first_step of the random generator: step i draws with (seed, first_step + i)
@@ -111,6 +120,11 @@ class Microtask:
     @property
     def shard_count(self) -> int:
         return sum(1 for name in self.files if name.startswith("shard_"))
+
+    @property
+    def smaller_batches(self) -> tuple[int, ...]:
+        """Batch sizes of the further graphs, for devices on which the whole batch does not fit, largest first."""
+        return _smaller_batches(self.files)
 
     def to_json(self) -> bytes:
         return canonical.dumps(
@@ -173,6 +187,7 @@ def _from_document(take: Taker) -> Microtask:
     files = _files(take.object("files"), take.mapping("files"))
     shards = sum(1 for name in files if name.startswith("shard_"))
     batch_size = take.integer("batch_size", 1, MAX_BATCH)
+    _check_smaller_batches(batch_size, _smaller_batches(files))
     batches = []
     for item in take.items("batches", MAX_STEPS):
         item.only("shards", "rows")
@@ -212,7 +227,7 @@ def _files(take: Taker, names: Mapping[str, Any]) -> dict[str, FileRef]:
     shards = [name for name in names if name.startswith("shard_")]
     allowed = {GRAPH_FILE, OPTIMIZER_FILE, STATE_FILE, CONSTANTS_FILE} | {shard_file(k) for k in range(len(shards))}
     for name in names:
-        if name not in allowed:
+        if name not in allowed and not _SMALLER_GRAPH.fullmatch(name):
             raise MicrotaskError(f"microtask names an unknown file {name[:80]!r}", fault="file_name")
         item = take.object(name)
         item.only("sha256", "size")
@@ -221,6 +236,21 @@ def _files(take: Taker, names: Mapping[str, Any]) -> dict[str, FileRef]:
             raise MicrotaskError(f"microtask file {name!r}: its SHA-256 is malformed", fault="digest")
         found[name] = FileRef(digest, item.integer("size", 0, 2**44))
     return found
+
+
+def _smaller_batches(files: Mapping[str, FileRef]) -> tuple[int, ...]:
+    matches = (_SMALLER_GRAPH.fullmatch(name) for name in files)
+    return tuple(sorted((int(match[1]) for match in matches if match), reverse=True))
+
+
+def _check_smaller_batches(batch_size: int, smaller: tuple[int, ...]) -> None:
+    if len(smaller) > MAX_SMALLER_GRAPHS:
+        raise MicrotaskError(
+            f"microtask names {len(smaller)} smaller graphs, more than {MAX_SMALLER_GRAPHS}", fault="batch"
+        )
+    for size in smaller:
+        if size >= batch_size or batch_size % size:
+            raise MicrotaskError(f"a batch of {batch_size} has no equal parts of {size} samples", fault="batch")
 
 
 def _need_files(mode: str, files: Mapping[str, FileRef]) -> None:

@@ -23,11 +23,32 @@ def changed(*path: Any, value: Any) -> bytes:
     return json.dumps(replaced(json.loads(TEXT), path, value)).encode()
 
 
+def with_graphs(*sizes: Any) -> bytes:
+    """The document with further graph files for batches of these sizes."""
+    document = json.loads(TEXT)
+    document["files"].update({f"graph_{size}.json.zst": {"sha256": "0" * 64, "size": 1} for size in sizes})
+    return json.dumps(document).encode()
+
+
 def test_a_microtask_is_read_back_as_it_was_written() -> None:
     microtask = Microtask.from_json(TEXT)
     assert microtask.to_json() == TEXT
     assert microtask.digest() == Microtask.from_json(json.dumps(json.loads(TEXT), indent=2).encode()).digest()
     assert (microtask.steps, microtask.samples, microtask.shard_count) == (3, 12, 1)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((), ()), ((1,), (1,)), ((1, 2), (2, 1))])
+def test_graphs_of_equal_parts_of_the_batch_may_travel_along(sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert Microtask.from_json(with_graphs(*sizes)).smaller_batches == expected
+
+
+def test_more_than_two_smaller_graphs_are_refused() -> None:
+    text = microtask_files(steps=1, batch=8, features=2)[MICROTASK_FILE]
+    document = json.loads(text)
+    document["files"].update({f"graph_{n}.json.zst": {"sha256": "0" * 64, "size": 1} for n in (1, 2, 4)})
+    with pytest.raises(MicrotaskError, match="3 smaller graphs") as caught:
+        Microtask.from_json(json.dumps(document).encode())
+    assert caught.value.fault == "batch"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +68,13 @@ def test_a_microtask_is_read_back_as_it_was_written() -> None:
         (changed("files", "graph.json.zst", "sha256", value="0" * 10), "digest"),
         (changed("files", "graph.json.zst", "size", value=2**60), "type"),
         (changed("files", "graph.json.zst", "size", value=-1), "type"),
+        (with_graphs(3), "batch"),
+        (with_graphs(4), "batch"),
+        (with_graphs(8), "batch"),
+        (with_graphs(0), "file_name"),
+        (with_graphs("02"), "file_name"),
+        (with_graphs("2\n"), "file_name"),
+        (with_graphs("\u0662"), "file_name"),
         (changed("files", value={}), "batch"),
         (changed("batch_size", value=0), "type"),
         (changed("batch_size", value=3), "type"),
