@@ -2,7 +2,7 @@
 
 InvalidResult    the volunteer's file is wrong: the result is judged invalid
 TransientError   storage or network is away: try the same thing later, judge nothing
-UnfitHost        this computer cannot do this work: stop sending it there
+UnfitHost        this computer cannot do this work: stop sending it there (TooLittleMemory: unless parts of it fit)
 anything else    is our own bug and stops the program with a traceback
 """
 
@@ -31,3 +31,7 @@ class TransientError(Exception):
 
 class UnfitHost(Exception):
     """This computer cannot run this microtask (too little memory, no device); another one can."""
+
+
+class TooLittleMemory(UnfitHost):
+    """This computer or its device has too little memory for the work as it stands; a smaller batch may fit."""

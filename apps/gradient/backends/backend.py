@@ -61,8 +61,9 @@ class Program(Protocol):
     def run(self, inputs: Mapping[str, Tensor], check: Callable[[], None] | None = None) -> dict[str, Tensor]:
         """Outputs by name for inputs by name (more inputs than the graph names are allowed).
 
-        `check` is called often and stops the run by raising; its exception passes unchanged. Outputs may share
-        memory with inputs. Raises ValueError for a missing or wrong input, ExecutionError for a node that failed.
+        `check` is called often and stops the run by raising; its exception passes unchanged, and what the run may
+        consume is then undefined. Outputs may share memory with inputs. Raises ValueError for a missing or wrong
+        input, ExecutionError for a node that failed, TooLittleMemory or MemoryError, and DeviceLost.
         """
 
 

@@ -22,7 +22,7 @@ from apps.gradient.opencl.emitter import Emitter, Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.memory import DoesNotFit, Layout, Life, lay_out
 from apps.gradient.opencl.values import Fault, Launch, Read, Storage, View, Write, whole
-from boinc_project.contract.errors import UnfitHost
+from boinc_project.contract.errors import TooLittleMemory
 from boinc_project.contract.graph import Graph
 
 Array = np.ndarray[Any, Any]
@@ -59,7 +59,7 @@ class Plan:
 def make_plan(graph: Graph, facts: DeviceFacts, ops: Mapping[str, Lower], consume: AbstractSet[str]) -> Plan:
     """Plan a graph. Inputs of the kinds in `consume` may be overwritten by the output of the same name.
 
-    Raises ExecutionError for a node that cannot be lowered, UnfitHost if a tensor is too large for the device.
+    Raises ExecutionError for a node that cannot be lowered, TooLittleMemory if a tensor is too large for the device.
     """
     emit = Emitter(facts, ops)
     inputs = [emit.like(each.type) for each in graph.inputs]
@@ -86,7 +86,7 @@ def make_plan(graph: Graph, facts: DeviceFacts, ops: Mapping[str, Lower], consum
     try:
         layout = lay_out(_lives(launches, kept), facts.max_allocation)
     except DoesNotFit as error:
-        raise UnfitHost(f"{error} ({facts.name})") from error
+        raise TooLittleMemory(f"{error} ({facts.name})") from error
     for number in sorted(kept):
         _check_size("a tensor", emit.storages[number], facts)
     return Plan(
@@ -104,7 +104,7 @@ def make_plan(graph: Graph, facts: DeviceFacts, ops: Mapping[str, Lower], consum
 
 def _check_size(what: str, storage: Storage, facts: DeviceFacts) -> None:
     if storage.nbytes > facts.max_allocation:
-        raise UnfitHost(
+        raise TooLittleMemory(
             f"{what} has {storage.nbytes} bytes; the largest buffer of {facts.name} is {facts.max_allocation} bytes"
         )
 
