@@ -14,6 +14,8 @@ from pathlib import Path
 from lxml import etree
 from sqlalchemy.engine import URL, make_url
 
+from boinc_project.database import mysql_socket
+
 
 class ConfigError(ValueError):
     """A missing or unusable project directory or config.xml; the message says what to do."""
@@ -191,16 +193,25 @@ class ProjectConfig:
             return url
         if not self.db_name:
             raise ConfigError(f"{self.project_dir / 'config.xml'} names no database: add <db_name>")
-        host, _, port = (self.db_host or "localhost").partition(":")
+        host, port = _database_host(self.db_host)
         return URL.create(
             "mysql+pymysql",
             username=self.db_user or None,
             password=self.db_passwd or None,
             host=host,
-            port=int(port) if port.isdigit() else None,
+            port=port,
             database=self.db_name,
             query={"charset": "utf8mb4"},
         )
+
+
+def _database_host(text: str) -> tuple[str, int | None]:
+    """Host and port of `<db_host>` as BOINC's programs take it: this machine's own name means localhost, and there
+    MariaDB's C library goes to the server's socket whatever the port is."""
+    host, _, port = ("localhost" if text in ("", os.uname().nodename) else text).partition(":")
+    if host == "localhost" and mysql_socket() is not None:
+        port = ""
+    return host, int(port) if port.isdigit() else None
 
 
 def _client_version(number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -216,13 +217,14 @@ def test_killed_connection_and_silent_server_are_losses() -> None:
 # Where the server is.
 
 
+@pytest.mark.parametrize("host", ["", "localhost", "localhost:1", os.uname().nodename])
 def test_localhost_means_the_servers_socket_as_in_boincs_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     url, server = mariadb.new_database(), mariadb.server()
     config = ProjectConfig.parse(
         f"<boinc><config><db_name>{url.database}</db_name><db_user>{url.username}</db_user>"
-        f"<db_passwd>{url.password}</db_passwd><db_host>localhost</db_host></config></boinc>".encode(),
+        f"<db_passwd>{url.password}</db_passwd><db_host>{host}</db_host></config></boinc>".encode(),
         tmp_path,
     )
     monkeypatch.setenv("MYSQL_UNIX_PORT", str(server.socket))
