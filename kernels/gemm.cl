@@ -116,10 +116,10 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
     __global const float4 *restrict a4 = (__global const float4 *)a;
 #endif
 #else
-    int a_rows[TM];
+    __global const float *lines[TM];
 #pragma unroll
     for (int i = 0; i < TM; i++)
-        a_rows[i] = min(row + i, M - 1) * a_row;
+        lines[i] = a + min(row + i, M - 1) * a_row;
 #endif
 #if B_PACKED
     __global const VEC *restrict columns = (__global const VEC *)(b + column * K);
@@ -168,7 +168,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
 #if A_PACKED
             const float left = a[k * TM + i];
 #else
-            const float left = a[a_rows[i] + k * a_k];
+            const float left = lines[i][k * a_k];
 #endif
 #pragma unroll
             for (int j = 0; j < NV; j++)

@@ -14,6 +14,7 @@ from scripts.benchmarks.common import machine
 BENCHMARKS = {
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
     "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
+    "gemm": "matrix products on OpenCL against PyTorch, and the share of the device's peak that they reach",
     "generator": "workunits created per second, their inputs shared, on MariaDB",
     "opencl-step": "forward, backward and AdamW of the GPT example on OpenCL against eager PyTorch",
     "scheduler": "scheduler replies per second, with work and without, at 4 connections",

@@ -37,6 +37,9 @@ class Panels:
 
 Operand = Union[View, Panels]
 
+GROUP_WORK = 200_000  # multiply-adds of a work-group, on CPUs: some microseconds
+CACHED_FLOATS = 64 << 10  # what stays in the second-level cache of a CPU
+
 
 def mm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
     a, b = inputs
@@ -111,7 +114,7 @@ def product(emit: Emitter, left: Operand, right: Operand, c: View, bias: View | 
         "TM": tile.rows,
         "NV": tile.across,
         "VW": tile.vector,
-        "UNROLL": tile.unroll,
+        "UNROLL": tile.unroll if isinstance(left, Panels) else 1,
         "A_PACKED": int(isinstance(left, Panels)),
         "A_VECTORS": int(device.group_form and tile.rows % 4 == 0 and isinstance(left, Panels)),
         "B_PACKED": int(isinstance(right, Panels)),
@@ -144,7 +147,9 @@ def product(emit: Emitter, left: Operand, right: Operand, c: View, bias: View | 
         (across, down, batch * parts),
         [*arguments, m, n, k],
         defines=defines,
-        local_size=_tile_local(device, across, down, batch * parts, tile.rows * tile.columns * k // parts),
+        local_size=_tile_local(
+            device, across, down, batch * parts, tile.rows * tile.columns * k // parts, tile.columns * k // parts
+        ),
         split=1,
         flops=2 * batch * m * n * k,
     )
@@ -202,26 +207,25 @@ def _batch_stride(x: View) -> int:
     return 0 if x.shape[0] == 1 else x.strides[0]
 
 
-def _tile_local(device: DeviceFacts, across: int, down: int, deep: int, work: int) -> tuple[int, int, int]:
-    """Work-group of gemm.cl, of few different sizes. A CPU's thread runs the items of a group one after the other,
-    along dimension 0 first, and finds the rows of a still in its cache."""
+def _tile_local(device: DeviceFacts, across: int, down: int, deep: int, work: int, panel: int) -> tuple[int, int, int]:
+    """Work-group of gemm.cl, of few different sizes, for so many tiles; `work` multiply-adds of a tile.
+
+    A CPU's thread runs the items of a group one after the other, along dimension 0 first: the tiles of a row of tiles
+    share its rows of a, and the next row finds their columns of b (`panel` floats each) still in the cache.
+    """
     if device.group_form:
         most = min(device.wavefront, device.max_work_group)
         rows = 8
         while rows > 1 and (rows >= 2 * down or rows * rows > most):
             rows //= 2
         return most // rows, rows, 1
-    items = 16  # at least some microseconds of work, and several groups for each unit
-    while items > 1 and items * work > CPU_GROUP_WORK and across * down * deep < items * 4 * device.compute_units:
+    items = min(16, device.max_work_group)  # several groups for each unit, each with some microseconds of work
+    while items > 1 and items * work > GROUP_WORK and across * down * deep < items * 4 * device.compute_units:
         items //= 2
-    items = min(items, device.max_work_group)
     wide = items
-    while wide > 1 and wide >= 2 * across:
+    while wide > 1 and (wide >= 2 * across or wide * panel > CACHED_FLOATS):
         wide //= 2
     return wide, items // wide, 1
-
-
-CPU_GROUP_WORK = 200_000  # multiply-adds
 
 
 # Packing.
