@@ -12,8 +12,20 @@ import numpy as np
 import pyopencl as cl
 
 from apps.gradient.backends.backend import Program
+from apps.gradient.opencl import (
+    convolution,
+    elementwise,
+    indexing,
+    losses,
+    matrix,
+    movement,
+    normalisation,
+    pooling,
+    random_numbers,
+    reductions,
+    sorting,
+)
 from apps.gradient.opencl import device as devices
-from apps.gradient.opencl import elementwise, matrix, movement, reductions
 from apps.gradient.opencl.emitter import Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.plan import make_plan
@@ -24,9 +36,21 @@ from boinc_project.contract.opset import OPSET, TensorType
 
 Array = np.ndarray[Any, Any]
 
-_FAMILIES: Mapping[str, Lower] = {**movement.OPS, **elementwise.OPS, **reductions.OPS, **matrix.OPS}
+_FAMILIES: Mapping[str, Lower] = {
+    **movement.OPS,
+    **indexing.OPS,
+    **sorting.OPS,
+    **elementwise.OPS,
+    **reductions.OPS,
+    **matrix.OPS,
+    **convolution.OPS,
+    **pooling.OPS,
+    **normalisation.OPS,
+    **losses.OPS,
+    **random_numbers.OPS,
+}
 
-OPS: Mapping[str, Lower] = {name: _FAMILIES[name] for name in OPSET if name in _FAMILIES}
+OPS: Mapping[str, Lower] = {name: _FAMILIES[name] for name in OPSET}
 
 
 class OpenclProgram:
