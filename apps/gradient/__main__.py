@@ -35,6 +35,8 @@ EXIT_NOT_FINITE = 12  # the loss became NaN or infinite
 EXIT_COMPUTE = 13  # an operator failed
 EXIT_USAGE = 14  # unknown option
 
+DEVICE_LOST_DELAY_S = 600  # before the next start of a task whose device was lost again and again
+
 # Environment variables that BLAS and OpenMP libraries read once, when they are loaded.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -70,6 +72,7 @@ def compute(boinc: Boinc) -> int:
     for variable in THREAD_VARIABLES:
         os.environ[variable] = str(threads)
 
+    from apps.gradient.backends.backend import DeviceLost
     from apps.gradient.executor import ExecutionError
     from apps.gradient.runner import NotFinite
     from boinc_project.contract.errors import ContractError, UnfitHost
@@ -80,6 +83,8 @@ def compute(boinc: Boinc) -> int:
         boinc.finish(EXIT_NOT_FINITE, f"the loss is not a number: {error}")
     except (UnfitHost, MemoryError) as error:
         boinc.finish(EXIT_UNFIT_HOST, f"this computer cannot do this task: {error or 'out of memory'}")
+    except DeviceLost as error:
+        boinc.temporary_exit(DEVICE_LOST_DELAY_S, str(error))
     except ExecutionError as error:
         boinc.finish(EXIT_COMPUTE, f"computing failed: {error}")
     except ContractError as error:
@@ -90,6 +95,7 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
     from apps.gradient import runner
     from apps.gradient.backends import open_backend
     from apps.gradient.checkpoint import CheckpointStore
+    from apps.gradient.recovery import Recovery
     from boinc_project.contract.microtask import UPDATE_FILE
     from boinc_project.contract.update import write_update
 
@@ -107,25 +113,22 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
     if store.outputs_complete({UPDATE_FILE: output}):
         boinc.log("the update was written before; nothing is left to do")
         return 0
-    backend = open_backend(backend_name, threads)
-    run = runner.Run(loaded, backend, timings)
-    _restore(boinc, store, run)
-    boinc.log(
-        f"{loaded.microtask.job}: version {loaded.microtask.base_version}, slot {loaded.microtask.slot},"
-        f" {loaded.microtask.steps} steps from {run.step_number}, backend {backend_name}, {threads} threads"
+
+    def work(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+        _take_steps(boinc, store, run, threads)
+        start = time.monotonic()
+        tensors = run.update()
+        timings.encode = time.monotonic() - start
+        return tensors, describe(boinc, run, run.backend, threads)
+
+    recovery = Recovery(
+        loaded=loaded,
+        opened=lambda: open_backend(backend_name, threads),
+        restore=lambda run: _restore(boinc, store, run),
+        log=boinc.log,
+        timings=timings,
     )
-    while not run.done:
-        boinc.check()
-        run.step(boinc.check)
-        boinc.fraction_done(0.99 * run.step_number / loaded.microtask.steps)
-        if not run.done and boinc.time_to_checkpoint():
-            with boinc.critical_section():
-                if store.save(run.progress()):
-                    boinc.checkpoint_completed()
-    start = time.monotonic()
-    tensors = run.update()
-    timings.encode = time.monotonic() - start
-    metadata = describe(boinc, run, backend, threads)
+    tensors, metadata = recovery.complete(work)
     data = write_update(tensors, loaded.types, metadata, loaded.microtask.codec)
     with boinc.critical_section():
         with open(output, "wb") as file:
@@ -135,6 +138,23 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
         store.outputs_written({UPDATE_FILE: output})
     boinc.fraction_done(1.0)
     return 0
+
+
+def _take_steps(boinc: Boinc, store: CheckpointStore, run: Run, threads: int) -> None:
+    """The steps that are left, with checkpoints between them."""
+    microtask = run.loaded.microtask
+    boinc.log(
+        f"{microtask.job}: version {microtask.base_version}, slot {microtask.slot},"
+        f" {microtask.steps} steps from {run.step_number}, backend {run.backend.name}, {threads} threads"
+    )
+    while not run.done:
+        boinc.check()
+        run.step(boinc.check)
+        boinc.fraction_done(0.99 * run.step_number / microtask.steps)
+        if not run.done and boinc.time_to_checkpoint():
+            with boinc.critical_section():
+                if store.save(run.progress()):
+                    boinc.checkpoint_completed()
 
 
 def _restore(boinc: Boinc, store: CheckpointStore, run: Run) -> None:
@@ -161,6 +181,7 @@ def describe(boinc: Boinc, run: Run, backend: Any, threads: int) -> dict[str, An
         "microtask": run.loaded.digest,
         "base_version": microtask.base_version,
         "steps": run.step_number,
+        "batch_size": run.form.batch_size,
         "losses": [float(f"{loss:.6g}") for loss in run.losses()[-100:]],
         "backend": backend.name,
         "device": {str(key)[:40]: str(value)[:200] for key, value in backend.describe().items()},

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from apps.gradient.backends.backend import Backend, Call, Kernel, Number, Tensor
+from apps.gradient.backends.backend import Backend, Call, DeviceLost, Kernel, Number, Tensor
+from boinc_project.contract.errors import UnfitHost
 from boinc_project.contract.graph import Graph, GraphBuilder, Node
 from boinc_project.contract.opset import OPSET, TensorType
 
@@ -26,6 +27,9 @@ __all__ = ["Backend", "ExecutionError", "Executor", "apply", "missing_operators"
 # keeping them cannot double the memory a graph was admitted with.
 FOLD_BYTES_EACH = 4 << 20
 FOLD_BYTES_TOTAL = 64 << 20
+
+# What is not a node's fault, and passes as it is.
+CIRCUMSTANCES = (MemoryError, UnfitHost, DeviceLost)
 
 ABSENT = -1  # where an optional input is missing; the list of values ends with None
 
@@ -103,6 +107,8 @@ class Executor:
                     values[first] = kernel(*map(get, arguments))
                 else:
                     values[first : first + count] = kernel(*map(get, arguments))
+            except CIRCUMSTANCES:
+                raise
             except Exception as error:
                 raise self._failure(index, error) from error
             if self._verify:

@@ -21,10 +21,10 @@ from typing import Any, Callable
 import numpy as np
 import numpy.typing as npt
 
-from apps.gradient.backends.backend import Backend
+from apps.gradient.backends.backend import Backend, Program
 from apps.gradient.checkpoint import Checkpoint
 from boinc_project.contract import tensorfile
-from boinc_project.contract.errors import ContractError, UnfitHost
+from boinc_project.contract.errors import ContractError, TooLittleMemory
 from boinc_project.contract.estimates import memory_bytes
 from boinc_project.contract.graph import Graph, GraphBuilder
 from boinc_project.contract.microtask import (
@@ -37,8 +37,10 @@ from boinc_project.contract.microtask import (
     Batch,
     Microtask,
     shard_file,
+    smaller_graph_file,
 )
 from boinc_project.contract.opset import TensorType
+from boinc_project.contract.smaller import check_smaller
 from boinc_project.contract.update import update_types
 
 Array = npt.NDArray[Any]
@@ -48,9 +50,20 @@ class NotFinite(ContractError):
     """The loss became NaN or infinite; no update is written."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """The gradient graph for batches of `batch_size` samples: the microtask's own, or one for equal parts of them."""
+
+    batch_size: int
+    graph: Graph
+
+
 @dataclass
 class Loaded:
-    """A microtask with all its files read and checked."""
+    """A microtask with all its files read and checked.
+
+    `forms`: the ways to compute a batch that the memory limit allows, the whole batch (or the largest part) first.
+    """
 
     microtask: Microtask
     digest: str
@@ -60,24 +73,25 @@ class Loaded:
     constants: Mapping[str, Array]
     shards: list[Mapping[str, Array]]
     types: Mapping[str, TensorType]
+    forms: tuple[Form, ...]
 
-    def memory_estimate(self) -> int:
+    def memory_estimate(self, form: Form) -> int:
         """Bytes that running this takes at worst."""
         data = sum(array.nbytes for shard in self.shards for array in shard.values())
-        return memory_bytes(self.gradient, self.optimizer, self.types, data)
+        return memory_bytes(form.graph, self.optimizer, self.types, data)
 
 
 def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> Loaded:
     """Read a microtask and its files.
 
     `memory_limit` is in bytes. Raises ContractError (a file is not what the microtask names, or breaks
-    the contract) or UnfitHost (it needs more memory than the limit).
+    the contract) or TooLittleMemory (it needs more memory than the limit, even on the smallest parts of a batch).
     """
     text = _bounded_read(resolve(MICROTASK_FILE), MICROTASK_FILE, MAX_MICROTASK_BYTES)
     microtask = Microtask.from_json(text)
     total = sum(ref.size for ref in microtask.files.values())
     if memory_limit and total > memory_limit:
-        raise UnfitHost(f"the input files have {total} bytes; this task may use {memory_limit:.0f}")
+        raise TooLittleMemory(f"the input files have {total} bytes; this task may use {memory_limit:.0f}")
 
     def contents(name: str) -> bytes:
         ref = microtask.files[name]
@@ -87,9 +101,14 @@ def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> L
         return data
 
     gradient = Graph.from_bytes(contents(GRAPH_FILE))
+    forms = [Form(microtask.batch_size, gradient)]
+    for size in microtask.smaller_batches:
+        forms.append(Form(size, Graph.from_bytes(contents(smaller_graph_file(size)))))
+        check_smaller(gradient, microtask.batch_size, forms[-1].graph, size)
     optimizer = Graph.from_bytes(contents(OPTIMIZER_FILE)) if microtask.mode == "local-steps" else None
-    if memory_limit and gradient.peak_bytes() > memory_limit:
-        raise UnfitHost(f"a step needs {gradient.peak_bytes()} bytes; this task may use {memory_limit:.0f}")
+    least = min(form.graph.peak_bytes() for form in forms)
+    if memory_limit and least > memory_limit:
+        raise TooLittleMemory(f"a step needs {least} bytes; this task may use {memory_limit:.0f}")
     state_types = {i.name: i.type for i in gradient.inputs_of_kind("parameter", "buffer")}
     state = _take(contents(STATE_FILE), state_types, STATE_FILE)
     constant_types = {i.name: i.type for i in gradient.inputs_of_kind("constant")}
@@ -105,9 +124,14 @@ def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> L
             if row >= rows:
                 raise ContractError(f"a batch names row {row} of shard {shard}, which has {rows}", fault="batch")
     types = update_types(gradient, microtask.mode, microtask.steps)
-    loaded = Loaded(microtask, microtask.digest(), gradient, optimizer, state, constants, shards, types)
-    if memory_limit and loaded.memory_estimate() > memory_limit:
-        raise UnfitHost(f"this task needs {loaded.memory_estimate()} bytes of memory; it may use {memory_limit:.0f}")
+    digest = microtask.digest()
+    loaded = Loaded(microtask, digest, gradient, optimizer, state, constants, shards, types, tuple(forms))
+    if memory_limit:
+        needs = [loaded.memory_estimate(form) for form in forms]
+        loaded.forms = tuple(form for form, need in zip(forms, needs) if need <= memory_limit)
+        if not loaded.forms:
+            least = min(needs)
+            raise TooLittleMemory(f"this task needs {least} bytes of memory; it may use {memory_limit:.0f}")
     return loaded
 
 
@@ -173,19 +197,29 @@ class Run:
     """The state of a microtask between steps.
 
     `values` holds the backend's tensors by input name: parameter/*, buffer/*, optimizer/*. In gradient
-    mode `sums` accumulates gradient/*. `metrics` has one float per step and metric.
+    mode `sums` accumulates gradient/*. `metrics` has one float per step and metric. `form` says how batches
+    are computed: whole, or in parts whose gradients and metrics are summed.
+
+    Every method may raise TooLittleMemory or MemoryError, and DeviceLost: then the run is over, and only a
+    checkpoint tells where a new one may begin.
     """
 
-    def __init__(self, loaded: Loaded, backend: Backend, timings: Timings | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, backend: Backend, timings: Timings | None = None, form: Form | None = None
+    ) -> None:
         self.loaded = loaded
         self.backend = backend
         self.timings = timings or Timings()
+        self.form = form or loaded.forms[0]
         self.step_number = 0
         start = time.monotonic()
-        self._gradient = backend.program(loaded.gradient)
+        graph, mode = self.form.graph, loaded.microtask.mode
+        self._gradient = backend.program(graph)
         in_place = frozenset({"parameter", "optimizer"})
         self._optimizer = backend.program(loaded.optimizer, consume=in_place) if loaded.optimizer else None
-        self._adder = backend.program(_sum_graph(loaded.gradient), consume=frozenset({"optimizer"}))
+        self._adder = _adder(backend, graph, "gradient") if mode == "gradient" else None
+        whole = self.form.batch_size == loaded.microtask.batch_size
+        self._parts = None if whole else _adder(backend, graph, "gradient", "metric")
         self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}
         self._values = {name: backend.from_numpy(array) for name, array in loaded.state.items()}
         if loaded.optimizer is not None:
@@ -203,23 +237,19 @@ class Run:
         return self.step_number >= self.loaded.microtask.steps
 
     def step(self, check: Callable[[], None] | None = None) -> None:
-        """Take the next step. Raises NotFinite if its loss is NaN or infinite."""
+        """Take the next step. Raises NotFinite if its loss is NaN or infinite, and what `check` raises."""
         start = time.monotonic()
         microtask = self.loaded.microtask
         index = self.step_number
-        inputs: dict[str, Any] = {**self._constants, **self._values, **self._batch(microtask.batches[index])}
-        inputs["seed"] = self._seed
-        inputs["step"] = self.backend.from_numpy(np.array(microtask.first_step + index, np.int64))
-        outputs = self._gradient.run(_wanted(inputs, self.loaded.gradient), check)
+        outputs = self._outputs(index, check)
         metrics = {name: float(self.backend.to_numpy(outputs[name])) for name in self._metrics}
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise NotFinite(f"{name} is {value} at step {index + 1} of {microtask.steps}", fault="not_finite")
-        # Only after the last thing that can fail is the state replaced, so a step is taken whole or not at all.
         if microtask.mode == "local-steps":
             self._local_step(outputs, index, check)
         elif microtask.mode == "gradient":
-            self._accumulate(outputs)
+            self._accumulate(outputs, check)
         if microtask.mode != "evaluation":
             for output in self.loaded.gradient.outputs_of_kind("buffer"):
                 self._values[output.name] = outputs[output.name]
@@ -228,29 +258,46 @@ class Run:
         self.step_number += 1
         self.timings.compute += time.monotonic() - start
 
-    def _batch(self, batch: Batch) -> dict[str, Any]:
+    def _outputs(self, index: int, check: Callable[[], None] | None) -> dict[str, Any]:
+        """What the graph gives for a whole batch: if that is computed in parts, the sums over them."""
+        microtask, size = self.loaded.microtask, self.form.batch_size
+        batch = microtask.batches[index]
+        arrays = self._batch(batch)
+        given: dict[str, Any] = {**self._constants, **self._values, "seed": self._seed}
+        given["step"] = self.backend.from_numpy(np.array(microtask.first_step + index, np.int64))
+        found: dict[str, Any] = {}
+        for first in range(0, batch.samples, size):  # a part of nothing but padding would add zero
+            part = {name: self.backend.from_numpy(array[first : first + size]) for name, array in arrays.items()}
+            made = self._gradient.run(_wanted({**given, **part}, self.form.graph), check)
+            if found:
+                assert self._parts is not None
+                made = self._parts.run({**found, **_fresh(made)}, check)
+            found = made
+        return found
+
+    def _batch(self, batch: Batch) -> dict[str, Array]:
         """Gather the samples of one batch; missing ones are copies of the first, masked out."""
         size = self.loaded.microtask.batch_size
         missing = size - batch.samples
         shards = np.array(batch.shards + batch.shards[:1] * missing)
         rows = np.array(batch.rows + batch.rows[:1] * missing)
-        found: dict[str, Any] = {}
+        found: dict[str, Array] = {}
         for each in self.loaded.gradient.inputs_of_kind("batch"):
             array = np.empty(each.shape, each.dtype)
             for number in np.unique(shards):
                 here = shards == number
                 array[here] = self.loaded.shards[number][each.name][rows[here]]
-            found[each.name] = self.backend.from_numpy(array)
+            found[each.name] = array
         mask = np.zeros(size, np.float32)
         mask[: batch.samples] = 1
-        found["mask"] = self.backend.from_numpy(mask)
+        found["mask"] = mask
         return found
 
-    def _accumulate(self, outputs: Mapping[str, Any]) -> None:
+    def _accumulate(self, outputs: Mapping[str, Any], check: Callable[[], None] | None) -> None:
         made = {output.name: outputs[output.name] for output in self.loaded.gradient.outputs_of_kind("gradient")}
         if self._sums:
-            fresh = {f"fresh/{name}": value for name, value in made.items()}
-            made = self._adder.run({**self._sums, **fresh})
+            assert self._adder is not None
+            made = self._adder.run({**self._sums, **_fresh(made)}, check)
         self._sums = made
 
     def _local_step(self, outputs: Mapping[str, Any], index: int, check: Callable[[], None] | None) -> None:
@@ -324,17 +371,25 @@ class Run:
         return [total / max(weight, 1.0) for total, weight in zip(self._metrics.get("metric/loss", []), weights)]
 
 
-def _sum_graph(gradient: Graph) -> Graph:
-    """Adds the gradients of one step to the sums of the steps before, on the backend's own device."""
-    types = gradient.output_types()
-    names = [output.name for output in gradient.outputs_of_kind("gradient")]
+def _adder(backend: Backend, graph: Graph, *kinds: str) -> Program:
+    """Adds a graph's outputs of these kinds (`fresh/NAME`) to sums of earlier ones, on the backend's own device."""
+    types = graph.output_types()
+    summed = graph.outputs_of_kind(*kinds)
     builder = GraphBuilder()
-    before = {n: builder.input(n, "optimizer", types[n].dtype, types[n].shape) for n in names}
-    fresh = {n: builder.input(f"fresh/{n}", "gradient", types[n].dtype, types[n].shape) for n in names}
-    for name in names:
-        (total,) = builder.node("add", [before[name], fresh[name]])
-        builder.output(name, "gradient", total)
-    return builder.build()
+    before = {o.name: builder.input(o.name, "optimizer", types[o.name].dtype, types[o.name].shape) for o in summed}
+    fresh = {
+        o.name: builder.input(f"fresh/{o.name}", "gradient", types[o.name].dtype, types[o.name].shape) for o in summed
+    }
+    for output in summed:
+        (total,) = builder.node("add", [before[output.name], fresh[output.name]])
+        builder.output(output.name, output.kind, total)
+    # An output may be one of the graph's inputs, which is needed again.
+    aliased = any(output.value < len(graph.inputs) for output in summed)
+    return backend.program(builder.build(), consume=frozenset() if aliased else frozenset({"optimizer"}))
+
+
+def _fresh(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"fresh/{name}": value for name, value in values.items()}
 
 
 def _wanted(values: Mapping[str, Any], graph: Graph) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, Callable
 
 import numpy as np
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from apps.gradient import philox
 from apps.gradient.backends.backend import Call, Kernel, Prepare, Program, out_of_range
-from apps.gradient.executor import Executor
-from boinc_project.contract.errors import UnfitHost
+from apps.gradient.executor import ExecutionError, Executor
+from boinc_project.contract.errors import TooLittleMemory, UnfitHost
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType, number
 
@@ -639,14 +639,24 @@ class TorchBackend:
             about["runtime"] = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
         return about
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """No autograd: the graph holds its own backward."""
-        return torch.inference_mode()
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """No autograd: the graph holds its own backward. A node for which there is no memory is no node's fault."""
+        with torch.inference_mode():
+            try:
+                yield
+            except ExecutionError as error:
+                if _is_out_of_memory(error.__cause__):
+                    raise TooLittleMemory(str(error)) from error
+                raise
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """On the CPU the array's memory is shared where PyTorch can use it as it is."""
         usable = array.flags.writeable and array.flags.c_contiguous
-        return torch.from_numpy(array if usable else array.copy(order="C")).to(self.device)
+        try:
+            return torch.from_numpy(array if usable else array.copy(order="C")).to(self.device)
+        except torch.OutOfMemoryError as error:
+            raise TooLittleMemory(f"no room on {self.device} for {array.nbytes} bytes: {error}") from error
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Copied from a GPU; shared on the CPU."""
@@ -660,6 +670,11 @@ class TorchBackend:
         """Wait for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _is_out_of_memory(cause: BaseException | None) -> bool:
+    """Whether PyTorch found no memory; on the CPU it says so in words only."""
+    return isinstance(cause, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(cause)
 
 
 def _plain_arithmetic() -> None:
