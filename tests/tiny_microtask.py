@@ -4,6 +4,7 @@ batches."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from boinc_project.contract.graph import Graph, GraphBuilder
 from boinc_project.contract.microtask import (
     GRAPH_FILE,
     MICROTASK_FILE,
+    OPTIMIZER_FILE,
     STATE_FILE,
     Batch,
     FileRef,
     Microtask,
     shard_file,
+    smaller_graph_file,
 )
 from boinc_project.contract.update import Update, read_update, update_types
 
@@ -46,13 +49,47 @@ def least_squares(batch: int, features: int) -> Graph:
     return build.build()
 
 
-def microtask_files(steps: int, batch: int = 64, features: int = 32, seed: int = 1) -> dict[str, bytes]:
-    """All input files of the microtask, by open name."""
+def descent(features: int) -> Graph:
+    """Gradient descent with momentum: m = m / 2 + gradient / weight; w = w - rate * m."""
+    build = GraphBuilder()
+    shape = (features, features)
+    w = build.input("parameter/w", "parameter", "float32", shape)
+    gradient = build.input("gradient/w", "gradient", "float32", shape)
+    m = build.input("optimizer/w/m", "optimizer", "float32", shape)
+    weight = build.input("weight", "weight", "float32", ())
+    rate = build.input("learning_rate", "learning_rate", "float32", ())
+    (half,) = build.node("full", [], {"shape": [], "value": 0.5, "dtype": "float32"})
+    (kept,) = build.node("mul", [m, half])
+    (mean,) = build.node("div", [gradient, weight])
+    (momentum,) = build.node("add", [kept, mean])
+    (change,) = build.node("mul", [momentum, rate])
+    (moved,) = build.node("sub", [w, change])
+    build.output("parameter/w", "parameter", moved)
+    build.output("optimizer/w/m", "optimizer", momentum)
+    return build.build()
+
+
+def microtask_files(
+    steps: int,
+    batch: int = 64,
+    features: int = 32,
+    seed: int = 1,
+    mode: str = "gradient",
+    smaller: Sequence[int] = (),
+    last: int | None = None,
+) -> dict[str, bytes]:
+    """All input files of the microtask, by open name.
+
+    smaller   sizes of smaller batches of which it has graphs too
+    last      samples of the last batch (None: it is full)
+    """
     rng = np.random.default_rng(seed)
     graph = least_squares(batch, features)
     rows = 2 * batch
     files = {
         GRAPH_FILE: graph.to_bytes(),
+        **{smaller_graph_file(size): least_squares(size, features).to_bytes() for size in smaller},
+        **({OPTIMIZER_FILE: descent(features).to_bytes()} if mode == "local-steps" else {}),
         STATE_FILE: tensorfile.to_bytes({"parameter/w": rng.standard_normal((features, features)).astype(np.float32)}),
         shard_file(0): tensorfile.to_bytes(
             {
@@ -61,16 +98,17 @@ def microtask_files(steps: int, batch: int = 64, features: int = 32, seed: int =
             }
         ),
     }
-    batches = tuple(Batch((0,) * batch, tuple(int(row) for row in rng.permutation(rows)[:batch])) for _ in range(steps))
+    counts = [batch] * (steps - 1) + [last or batch]
+    batches = tuple(Batch((0,) * n, tuple(int(row) for row in rng.permutation(rows)[:n])) for n in counts)
     microtask = Microtask(
         job="tiny",
-        mode="gradient",
+        mode=mode,
         base_version=0,
         slot=0,
         files={name: FileRef(hashlib.sha256(data).hexdigest(), len(data)) for name, data in files.items()},
         batch_size=batch,
         batches=batches,
-        learning_rates=(0.0,) * steps,
+        learning_rates=((0.0 if mode == "gradient" else 0.01),) * steps,
         seed=seed,
         first_step=0,
         codec=Codec(),
