@@ -12,15 +12,15 @@
    came. The last one is the one that stays, and sums are made in that order.
 
    gather          an item per element of out (b, i, a)
-   take            an item per VW elements (b, i, a)
+   take            an item per VW elements of out (b, i, a), or more: items along b are as many as were launched
    row_numbers     rows[i] of one of several index tensors: rows = rows * size + index
    scatter_few     an item per element of out (b, r, a); for few I
    scatter_lines   an item per line (b, a) of index, out holding x already; for processors: it reads what it wrote
    scatter_places  an item per index (b, i, a): its place in out, as a row number for put (A = B = 1)
    segment_starts  an item per row of x: where its indices begin in the sorted rows; starts [R + 1]
-   chunk_sums      an item per VW elements (b, chunk, a): the sum of values in a chunk of the sorted rows, as far as they
+   chunk_sums      the same for (b, chunk, a): the sum of values in a chunk of the sorted rows, as far as they
                    continue the row of the chunk before; chunks [A, ceil(I / CHUNK), B]
-   put             an item per VW elements of out (b, r, a)
+   put             the same for out (b, r, a)
 
    An index beyond its dimension is reported as a fault, and taken as 0.
 
@@ -106,18 +106,21 @@ __kernel void gather(__global const T *x, int x_at, __global const long *index, 
 __kernel void take(__global const T *x, int x_at, __global const INDEX *rows, int rows_at, __global T *out, int out_at,
                    int inner, int count, int outer, int size, __global int *fault, int fault_at, int node)
 {
-    const int b = (int)get_global_id(0) * VW, i = (int)get_global_id(1), a = (int)get_global_id(2);
-    if (b >= inner || i >= count || a >= outer)
+    const int i = (int)get_global_id(1), a = (int)get_global_id(2);
+    if (i >= count || a >= outer)
         return;
 #if CHECKED
     const int r = checked(rows[rows_at + i], size, fault + fault_at, node);
 #else
     const int r = rows[rows_at + i];
 #endif
-    elements value = (elements)(0);
-    if (size > 0)
-        value = LOAD(x + x_at + (a * size + r) * inner + b);
-    STORE(value, out + out_at + (a * count + i) * inner + b);
+#pragma unroll 1
+    for (int b = (int)get_global_id(0) * VW; b < inner; b += (int)get_global_size(0) * VW) {
+        elements value = (elements)(0);
+        if (size > 0)
+            value = LOAD(x + x_at + (a * size + r) * inner + b);
+        STORE(value, out + out_at + (a * count + i) * inner + b);
+    }
 }
 
 __kernel void row_numbers(__global const long *index, int index_at, __global const int *before, int before_at,
@@ -206,46 +209,52 @@ __kernel void chunk_sums(__global const T *values, int values_at, __global const
                          __global const int *order, int order_at, __global T *chunks, int chunks_at, int inner,
                          int parts, int outer, int count)
 {
-    const int b = (int)get_global_id(0) * VW, part = (int)get_global_id(1), a = (int)get_global_id(2);
-    if (b >= inner || part >= parts || a >= outer)
+    const int part = (int)get_global_id(1), a = (int)get_global_id(2);
+    if (part >= parts || a >= outer)
         return;
     const int first = part * CHUNK, row = sorted[sorted_at + first];
     int end = min(count, first + CHUNK);
     if (part == 0 || sorted[sorted_at + first - 1] != row)
         end = first;
-    elements sum = (elements)(0);
 #pragma unroll 1
-    for (int i = first; i < end && sorted[sorted_at + i] == row; ++i)
-        sum += LOAD(values + values_at + (a * count + order[order_at + i]) * inner + b);
-    STORE(sum, chunks + chunks_at + (a * parts + part) * inner + b);
+    for (int b = (int)get_global_id(0) * VW; b < inner; b += (int)get_global_size(0) * VW) {
+        elements sum = (elements)(0);
+#pragma unroll 1
+        for (int i = first; i < end && sorted[sorted_at + i] == row; ++i)
+            sum += LOAD(values + values_at + (a * count + order[order_at + i]) * inner + b);
+        STORE(sum, chunks + chunks_at + (a * parts + part) * inner + b);
+    }
 }
 
 __kernel void put(__global const T *x, int x_at, __global const T *values, int values_at, __global const int *order,
                   int order_at, __global const int *starts, int starts_at, __global const T *chunks, int chunks_at,
                   __global T *out, int out_at, int inner, int size, int outer, int count, int parts, int left_out)
 {
-    const int b = (int)get_global_id(0) * VW, r = (int)get_global_id(1), a = (int)get_global_id(2);
-    if (b >= inner || r >= size || a >= outer)
+    const int r = (int)get_global_id(1), a = (int)get_global_id(2);
+    if (r >= size || a >= outer)
         return;
-    const int place = (a * size + r) * inner + b;
     const int first = starts[starts_at + r], end = r == left_out ? first : starts[starts_at + r + 1];
-    elements value = (elements)(0);
+    const int boundary = (first / CHUNK + 1) * CHUNK, near_end = min(end, boundary);
+#pragma unroll 1
+    for (int b = (int)get_global_id(0) * VW; b < inner; b += (int)get_global_size(0) * VW) {
+        const int place = (a * size + r) * inner + b;
+        elements value = (elements)(0);
 #if HAS_X
-    value = LOAD(x + x_at + place);
+        value = LOAD(x + x_at + place);
 #endif
 #if ADD
-    const int boundary = (first / CHUNK + 1) * CHUNK, near_end = min(end, boundary);
-    elements sum = (elements)(0);
+        elements sum = (elements)(0);
 #pragma unroll 1
-    for (int i = first; i < near_end; ++i)
-        sum += LOAD(values + values_at + (a * count + order[order_at + i]) * inner + b);
+        for (int i = first; i < near_end; ++i)
+            sum += LOAD(values + values_at + (a * count + order[order_at + i]) * inner + b);
 #pragma unroll 1
-    for (int i = boundary; i < end; i += CHUNK)
-        sum += LOAD(chunks + chunks_at + (a * parts + i / CHUNK) * inner + b);
-    value = FITTED(value + sum);
+        for (int i = boundary; i < end; i += CHUNK)
+            sum += LOAD(chunks + chunks_at + (a * parts + i / CHUNK) * inner + b);
+        value = FITTED(value + sum);
 #else
-    if (end > first)
-        value = LOAD(values + values_at + (a * count + order[order_at + end - 1]) * inner + b);
+        if (end > first)
+            value = LOAD(values + values_at + (a * count + order[order_at + end - 1]) * inner + b);
 #endif
-    STORE(value, out + out_at + place);
+        STORE(value, out + out_at + place);
+    }
 }

@@ -23,7 +23,8 @@
    WEIGHTED, BIASED  1: there are w, b
    LEAF              1, moments_merge: the parts are single elements, so M2 is 0
    BY_ROW            1, norm_sums_columns: mean and rstd [M] belong to rows (layer norm), else to columns [D]
-   VW, LANES, ROWS   as above */
+   VW, LANES, ROWS   as above
+   NV                vectors of an item of norm_sums_columns: several on processors, whose caches want whole lines */
 
 #ifndef WEIGHTED
 #define WEIGHTED 1
@@ -39,6 +40,9 @@
 #endif
 #ifndef VW
 #define VW 1
+#endif
+#ifndef NV
+#define NV 1
 #endif
 #ifndef LANES
 #define LANES 64
@@ -426,31 +430,55 @@ __kernel void norm_sums_columns(__global const float *grad, int grad_at, __globa
                                 __global float *sums, int sums_at, int columns, int length, int segment,
                                 int segments)
 {
-    const int column = (int)get_global_id(0) * VW, s = (int)get_global_id(1);
+    const int column = (int)get_global_id(0) * (VW * NV), s = (int)get_global_id(1);
     if (column >= columns || s >= segments)
         return;
     const int end = min(length, (s + 1) * segment);
     __global const float *g = grad + grad_at + column, *from = x + x_at + column;
-    real plain = (real)(0.0f), along = (real)(0.0f);
+    real plain[NV], along[NV];
 #if !BY_ROW
-    const real mean = LOAD(means + means_at + column), rstd = LOAD(rstds + rstds_at + column);
+    real mean[NV], rstd[NV];
 #endif
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+        plain[v] = along[v] = (real)(0.0f);
+#if !BY_ROW
+        mean[v] = LOAD(means + means_at + column + v * VW);
+        rstd[v] = LOAD(rstds + rstds_at + column + v * VW);
+#endif
+    }
     int row = s * segment;
 #pragma unroll 1
     while (row < end) {
         const int stop = min(end, row + CHAIN);
-        real plain_part = (real)(0.0f), along_part = (real)(0.0f);
+        real plain_part[NV], along_part[NV];
+#pragma unroll
+        for (int v = 0; v < NV; ++v)
+            plain_part[v] = along_part[v] = (real)(0.0f);
         for (; row < stop; ++row) {
 #if BY_ROW
-            const float mean = means[means_at + row], rstd = rstds[rstds_at + row];
+            const float row_mean = means[means_at + row], row_rstd = rstds[rstds_at + row];
 #endif
-            const real each = LOAD(g + row * columns);
-            plain_part += each;
-            along_part += each * ((LOAD(from + row * columns) - mean) * rstd);
+#pragma unroll
+            for (int v = 0; v < NV; ++v) {
+                const real each = LOAD(g + row * columns + v * VW), value = LOAD(from + row * columns + v * VW);
+                plain_part[v] += each;
+#if BY_ROW
+                along_part[v] += each * ((value - row_mean) * row_rstd);
+#else
+                along_part[v] += each * ((value - mean[v]) * rstd[v]);
+#endif
+            }
         }
-        plain += plain_part;
-        along += along_part;
+#pragma unroll
+        for (int v = 0; v < NV; ++v) {
+            plain[v] += plain_part[v];
+            along[v] += along_part[v];
+        }
     }
-    STORE(plain, sums + sums_at + s * columns + column);
-    STORE(along, sums + sums_at + (segments + s) * columns + column);
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+        STORE(plain[v], sums + sums_at + s * columns + column + v * VW);
+        STORE(along[v], sums + sums_at + (segments + s) * columns + column + v * VW);
+    }
 }

@@ -4,7 +4,7 @@
 
    reduce_rows_item    an item combines a row (B = 1, its elements follow one another), VW at a time
    reduce_rows_group   LANES items combine a row, in local memory at the end; ROWS rows in a group
-   reduce_columns      an item combines VW neighbouring columns; items lie along B
+   reduce_columns      an item combines NV VW neighbouring columns; items lie along B
    arg_rows_item, arg_rows_group, arg_columns, arg_partial   the same for the index of the extreme value
 
    Each writes one result for every segment of `segment` elements of R: out [A, S] or [A, S, B]. With more than one
@@ -17,6 +17,7 @@
    START  result of an empty row
    MEAN   1: divide the result by the argument `divisor`
    VW     elements that an item handles at once: 1, 2, 4, 8 or 16
+   NV     vectors of an item of reduce_columns: several on processors, whose caches want whole lines
    LANES, ROWS  shape of a group */
 
 #define OP_SUM 0
@@ -45,6 +46,9 @@
 #endif
 #ifndef VW
 #define VW 1
+#endif
+#ifndef NV
+#define NV 1
 #endif
 #ifndef LANES
 #define LANES 64
@@ -179,23 +183,37 @@ __kernel void reduce_columns(__global const IN *x, int x_at, __global ACC *out, 
                              int length, int outer_stride, int row_stride, int column_stride, int segment,
                              int segments, float divisor)
 {
-    const int column = (int)get_global_id(0) * VW, a = (int)get_global_id(1), part = (int)get_global_id(2);
+    const int column = (int)get_global_id(0) * (VW * NV), a = (int)get_global_id(1), part = (int)get_global_id(2);
     if (column >= columns || a >= outer || part >= segments)
         return;
     const int first = part * segment, last = min(length, first + segment);
     __global const IN *p = x + x_at + a * outer_stride + column * column_stride + first * row_stride;
-    accs all = (accs)(START);
+    accs all[NV];
+#pragma unroll
+    for (int v = 0; v < NV; ++v)
+        all[v] = (accs)(START);
     int left = last - first;
 #pragma unroll 1
     while (left > 0) {
-        accs chain = (accs)(START);
+        accs chain[NV];
+#pragma unroll
+        for (int v = 0; v < NV; ++v)
+            chain[v] = (accs)(START);
         const int count = min(left, CHAIN);
         for (int i = 0; i < count; ++i, p += row_stride) {
-            const accs next = LOAD(p);
-            chain = COMBINE(chain, next);
+#pragma unroll
+            for (int v = 0; v < NV; ++v) {
+                const accs next = LOAD(p + v * VW);
+                chain[v] = COMBINE(chain[v], next);
+            }
         }
-        all = COMBINE(all, chain);
+#pragma unroll
+        for (int v = 0; v < NV; ++v)
+            all[v] = COMBINE(all[v], chain[v]);
         left -= count;
     }
-    STORE(RESULT(all), out + out_at + (a * segments + part) * columns + column);
+    __global ACC *to = out + out_at + (a * segments + part) * columns + column;
+#pragma unroll
+    for (int v = 0; v < NV; ++v)
+        STORE(RESULT(all[v]), to + v * VW);
 }

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl import sorting
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
+from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.movement import region
 from apps.gradient.opencl.rows import axes, column_width, plain_range
 from apps.gradient.opencl.values import C_TYPES, Define, Fault, Read, View, Write
@@ -149,7 +150,7 @@ def _put(
     chunks = values
     if add and parts > 1:
         chunks = emit.fresh(values.dtype, (outer, parts, inner))
-        sizes = (inner // width, parts, outer)
+        sizes = (_along(device, inner // width), parts, outer)
         emit.launch(
             "index.cl",
             "chunk_sums",
@@ -160,7 +161,7 @@ def _put(
             split=1,
             flops=values.numel,
         )
-    sizes = (inner // width, size, outer)
+    sizes = (_along(device, inner // width), size, outer)
     emit.launch(
         "index.cl",
         "put",
@@ -175,6 +176,11 @@ def _put(
         flops=values.numel,
     )
     return out
+
+
+def _along(device: DeviceFacts, vectors: int) -> int:
+    """Items along the inner dimension: on processors one takes all of a row, which costs it one search."""
+    return vectors if device.group_form else 1
 
 
 def _row_numbers(emit: Emitter, indices: Sequence[View], sizes: Sequence[int], wraps: bool) -> View:
@@ -210,7 +216,7 @@ def _taken(emit: Emitter, x: View, indices: Sequence[View], dim: int, out: View,
     rows = emit.dense(indices[0]) if single else _row_numbers(emit, indices, picked, wraps)
     x, (outer, size, inner), count = emit.dense(x), sizes, rows.numel
     width = 1 if x.dtype == "int64" else column_width(emit.device, inner, x.offset)
-    items = (inner // width, count, outer)
+    items = (_along(emit.device, inner // width), count, outer)
     defines: dict[str, Define] = {"T": C_TYPES[x.dtype], "INDEX": C_TYPES[rows.dtype], "VW": width}
     emit.launch(
         "index.cl",

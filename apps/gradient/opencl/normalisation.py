@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.reductions import column_segment, total
-from apps.gradient.opencl.rows import column_width, plain_range, row_launch, vector_width
+from apps.gradient.opencl.rows import column_vectors, column_width, plain_range, row_launch, vector_width
 from apps.gradient.opencl.values import Define, Read, View, Write
 
 MERGED_AT_ONCE = 128  # parts whose moments one item merges
@@ -294,8 +294,9 @@ def _column_sums(
     segment = column_segment(device, rows, columns // width)
     segments = -(-rows // segment)
     sums = emit.fresh("float32", (2, segments, columns))
-    global_size = (columns // width, segments)
-    defines: dict[str, Define] = {"VW": width, "BY_ROW": int(by_row)}
+    vectors = column_vectors(device, columns, width, most=32)
+    global_size = (columns // (width * vectors), segments)
+    defines: dict[str, Define] = {"VW": width, "NV": vectors, "BY_ROW": int(by_row)}
     emit.launch(
         "norm.cl",
         "norm_sums_columns",

@@ -10,6 +10,7 @@ from apps.gradient.opencl.rows import plain_range
 from apps.gradient.opencl.values import Read, View, Write
 
 WORDS = 4  # elements of one block of the generator
+MOST_BLOCKS = 8  # of one item
 OPERATIONS = 40  # of one element
 
 
@@ -18,17 +19,18 @@ def _random(bernoulli: bool) -> Lower:
         seed, step = inputs
         assert seed is not None and step is not None
         out, stream = emit.like(call.outputs[0]), call.attrs["stream"]
-        blocks = -(-out.numel // WORDS)
+        width = min(emit.device.vector_width, MOST_BLOCKS)
+        items = -(-out.numel // (WORDS * width))
         emit.launch(
             "philox.cl",
             "philox",
-            (blocks,),
+            (items,),
             [
                 *(Read(seed), Read(step), Write(out), out.numel),
                 *(stream - (1 << 32) if stream >= 1 << 31 else stream, float(call.attrs.get("p", 0.0))),
             ],
-            defines={"BERNOULLI": int(bernoulli)},
-            local_size=plain_range(emit.device, (blocks,)),
+            defines={"BERNOULLI": int(bernoulli), "VW": width, "WIDE": int(not emit.device.group_form)},
+            local_size=plain_range(emit.device, (items,)),
             split=0,
             flops=OPERATIONS * out.numel,
         )

@@ -14,13 +14,22 @@ from dataclasses import dataclass
 from apps.gradient.backends.backend import Call, Number, element_strides
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.facts import DeviceFacts
-from apps.gradient.opencl.rows import GROUP, axes, column_width, plain_range, row_launch, segments, vector_width
+from apps.gradient.opencl.rows import (
+    GROUP,
+    axes,
+    column_vectors,
+    column_width,
+    plain_range,
+    row_launch,
+    segments,
+    vector_width,
+)
 from apps.gradient.opencl.values import C_TYPES, Define, Read, View, Write
 from apps.gradient.opencl.walks import collapsed
 
 ROW_SEGMENT = 4096  # elements of a row in one pass, where there are too few rows
 COLUMN_SEGMENT = 64  # shortest part of a column
-CACHED_SEGMENT = 128  # part of a column on processors: all columns' lines of so many rows stay in the cache
+CACHED_SEGMENT = 64  # part of a column on processors: the lines of so many rows stay in the cache
 SCAN_SEGMENT = 256
 
 
@@ -151,15 +160,16 @@ class _Pass:
     ) -> None:
         """One result for each segment: out [A, S, B]."""
         device, (a, b), parts = self.emit.device, outer, -(-length // segment)
-        vectors = _same(x, out) and (b == 1 or strides[1] == 1)
-        width = column_width(device, b, x.offset, out.offset, strides[0], stride) if vectors else 1
-        sizes = (b // width, a, parts)
+        adjacent = _same(x, out) and (b == 1 or strides[1] == 1)
+        width = column_width(device, b, x.offset, out.offset, strides[0], stride) if adjacent else 1
+        vectors = column_vectors(device, b, width)
+        sizes = (b // (width * vectors), a, parts)
         self.emit.launch(
             "reduce.cl",
             "reduce_columns",
             sizes,
             [Read(x), Write(out), b, a, length, strides[0], stride, strides[1], segment, parts, float(self.divisor)],
-            defines={**self.defines(x, out, parts), "VW": width},
+            defines={**self.defines(x, out, parts), "VW": width, "NV": vectors},
             local_size=plain_range(device, sizes),
             split=2 if parts > a else 1,
             flops=a * b * length,

@@ -19,7 +19,7 @@ from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.values import Define
 
 GROUP = 64  # most items of a group: a wavefront of the GPUs that matter
-LANES = (4, 16, 64)  # items that share a row; few choices, because each is a program to compile
+LANES = (16, 64)  # items that share a row; few choices, because each is a program to compile
 BUSY_GROUPS = 4  # groups that a compute unit should have at least, to hide its waiting
 
 
@@ -60,6 +60,16 @@ def column_width(device: DeviceFacts, columns: int, *multiples: int) -> int:
     """The same for items that lie along a row, where the number must divide the columns: none are left."""
     width = vector_width(device, *multiples)
     return width if columns % width == 0 else 1
+
+
+def column_vectors(device: DeviceFacts, columns: int, width: int, most: int = 64) -> int:
+    """Neighbouring vectors of an item that walks down columns: on processors up to `most` elements."""
+    if device.group_form or width == 1:
+        return 1
+    vectors = most // width
+    while vectors > 1 and columns % (width * vectors):
+        vectors //= 2
+    return vectors
 
 
 @dataclass(frozen=True)
