@@ -1,7 +1,7 @@
 """A job's files on the server: PROJECT/gt_jobs/NAME, written only by our daemons and commands.
 
     job.json                      the settings, as stored in gt_job.config
-    graphs/                       gradient, optimizer and evaluation graphs
+    graphs/                       gradient (also for smaller batches), optimizer and evaluation graphs
     constants.safetensors         constants of the graphs, if any
     shards/                       data shards, train_K and test_K
     versions/                     state and optimizer state of the model versions that are kept
@@ -69,6 +69,7 @@ class Shard:
 class JobFacts:
     """What export and publishing found out about a job, kept in gt_job.facts.
 
+    smaller           the gradient graph for smaller batches, by their size; mostly none
     step_flops        floating-point operations of one step (gradient, plus optimizer in local-steps mode)
     memory_bytes      upper estimate of what one microtask takes in the application
     max_update_bytes  no honest update is larger
@@ -78,6 +79,7 @@ class JobFacts:
     """
 
     graph: Published
+    smaller: Mapping[int, Published]
     optimizer: Published | None
     evaluation: Published
     constants: Published | None
@@ -101,6 +103,7 @@ class JobFacts:
         return canonical.dumps(
             {
                 "graph": self.graph.to_document(),
+                "smaller": {str(size): file.to_document() for size, file in self.smaller.items()},
                 "optimizer": optional(self.optimizer),
                 "evaluation": self.evaluation.to_document(),
                 "constants": optional(self.constants),
@@ -123,6 +126,12 @@ class JobFacts:
         def optional(name: str) -> Published | None:
             return None if take.value(name) is None else Published.from_document(take.object(name))
 
+        def smaller() -> dict[int, Published]:
+            if not take.has("smaller"):  # jobs that were made before there was any
+                return {}
+            names = take.mapping("smaller")
+            return {int(name): Published.from_document(take.object("smaller").object(name)) for name in names}
+
         def shards(name: str) -> tuple[Shard, ...]:
             return tuple(
                 Shard(Published.from_document(item.object("file")), item.integer("rows", 1))
@@ -131,6 +140,7 @@ class JobFacts:
 
         return JobFacts(
             graph=Published.from_document(take.object("graph")),
+            smaller=smaller(),
             optimizer=optional("optimizer"),
             evaluation=Published.from_document(take.object("evaluation")),
             constants=optional("constants"),
@@ -162,6 +172,10 @@ class JobFolder:
     @property
     def gradient_graph_path(self) -> Path:
         return self.path / "graphs" / "gradient.json.zst"
+
+    def smaller_graph_path(self, batch_size: int) -> Path:
+        """The gradient graph for smaller batches of that size."""
+        return self.path / "graphs" / f"gradient_{batch_size}.json.zst"
 
     @property
     def optimizer_graph_path(self) -> Path:

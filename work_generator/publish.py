@@ -60,6 +60,7 @@ def publish_job(
     if not sent:
         raise JobError(f"the app {app!r} has no version that volunteers could run; run boinc-train build-app first")
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
+    graphs += exported.smaller.values()
     check_operators(graphs, known_operators(tree.project_dir / "apps" / app, sent))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
@@ -86,6 +87,10 @@ def prepare(
     folder.create()
     progress("publishing graphs")
     graph = publisher.file(folder.gradient_graph_path, "graph", exported.gradient.to_bytes(), ".json.zst")
+    smaller = {
+        size: publisher.file(folder.smaller_graph_path(size), f"graph{size}", each.to_bytes(), ".json.zst")
+        for size, each in exported.smaller.items()
+    }
     optimizer = (
         publisher.file(folder.optimizer_graph_path, "optimizer", exported.optimizer.to_bytes(), ".json.zst")
         if exported.optimizer is not None
@@ -105,6 +110,7 @@ def prepare(
     codec = Codec(config.codec.kind, config.codec.block, config.codec.compression)
     facts = JobFacts(
         graph=graph,
+        smaller=smaller,
         optimizer=optimizer,
         evaluation=evaluation,
         constants=constants,
@@ -138,6 +144,7 @@ def local_content(job: Job, exported: ExportedJob, slot: int, place: Path) -> tu
     content = make_content(job.config, facts, 0, slot, state)
     by_name = {
         facts.graph.name: folder.gradient_graph_path,
+        **{file.name: folder.smaller_graph_path(size) for size, file in facts.smaller.items()},
         state.name: path,
         **{shard.file.name: folder.shard_path("train", k) for k, shard in enumerate(facts.train)},
     }
@@ -272,7 +279,7 @@ def _insert_version_zero(connection: sa.Connection, job_id: int, digest: str, si
 
 
 def _all_files(facts: JobFacts) -> list[tuple[str, Published]]:
-    found = [("graph", facts.graph)]
+    found = [("graph", file) for file in (facts.graph, *facts.smaller.values())]
     found += [("optimizer", facts.optimizer)] if facts.optimizer else []
     found += [("constants", facts.constants)] if facts.constants else []
     return found + [("shard", shard.file) for shard in facts.train]

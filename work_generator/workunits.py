@@ -28,6 +28,7 @@ from boinc_project.contract.microtask import (
     FileRef,
     Microtask,
     shard_file,
+    smaller_graph_file,
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, Published, Shard
@@ -91,6 +92,7 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
 
 def _files(facts: JobFacts, state: Published, shards: list[Shard]) -> dict[str, Published]:
     files = {GRAPH_FILE: facts.graph, STATE_FILE: state}
+    files.update({smaller_graph_file(size): file for size, file in facts.smaller.items()})
     if facts.constants is not None:
         files[CONSTANTS_FILE] = facts.constants
     files.update({shard_file(k): shard.file for k, shard in enumerate(shards)})

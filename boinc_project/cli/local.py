@@ -31,11 +31,16 @@ def export(job_toml: Path, output: Path | None) -> None:
     made = export_job(job)
     console = Console()
     costs = table("graph", "nodes", "operators", "GFLOP per run", "MB at its peak")
-    for name, graph in (("gradient", made.gradient), ("optimizer", made.optimizer), ("evaluation", made.evaluation)):
-        if graph is not None:
-            operators = len(graph.operators())
-            flops, peak = graph.flops() / 1e9, graph.peak_bytes() / 1e6
-            costs.add_row(name, str(len(graph.nodes)), str(operators), f"{flops:.3f}", f"{peak:.1f}")
+    graphs = {
+        "gradient": made.gradient,
+        **{f"gradient_{size}": graph for size, graph in made.smaller.items()},  # for parts of a batch
+        **({"optimizer": made.optimizer} if made.optimizer is not None else {}),
+        "evaluation": made.evaluation,
+    }
+    for name, graph in graphs.items():
+        operators = len(graph.operators())
+        flops, peak = graph.flops() / 1e9, graph.peak_bytes() / 1e6
+        costs.add_row(name, str(len(graph.nodes)), str(operators), f"{flops:.3f}", f"{peak:.1f}")
     console.print(costs)
     for note in (*job.notes, *made.notes):
         console.print(f"note: {note}")
@@ -44,9 +49,8 @@ def export(job_toml: Path, output: Path | None) -> None:
     if not output.parent.is_dir():
         raise Mistake(f"the folder {output.parent} does not exist; create it or choose another --output")
     output.mkdir(exist_ok=True)
-    for name, graph in (("gradient", made.gradient), ("optimizer", made.optimizer), ("evaluation", made.evaluation)):
-        if graph is not None:
-            whole_file.write_bytes(output / f"{name}.json.zst", graph.to_bytes())
+    for name, graph in graphs.items():
+        whole_file.write_bytes(output / f"{name}.json.zst", graph.to_bytes())
     tensorfile.write(output / STATE_FILE, made.state, {"format": "boinc-train-state"})
     if made.constants:
         tensorfile.write(output / CONSTANTS_FILE, made.constants)

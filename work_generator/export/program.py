@@ -21,6 +21,7 @@ from work_generator.export.draft import Draft
 from work_generator.export.errors import ExportError
 from work_generator.export.lowering import Lowering
 from work_generator.export.optimizer import export_optimizer
+from work_generator.export.smaller import smaller_graphs
 from work_generator.export.tracing import Loss, Trace, split_parameters, trace_evaluation, trace_gradient
 from work_generator.job import Job
 from work_generator.references import siblings_importable
@@ -53,11 +54,13 @@ class ExportedJob:
     change, and tensors that the model holds or builds. A graph names only those that it needs.
     `state_dict`: name in the admin's model.state_dict() -> name in `state` or `constants` (several
     names may share one tensor, as tied weights do).
+    `smaller`: graphs like `gradient` by their batch size, for parts of its batch (smaller.py); mostly none.
     `needs_full_batches`, `evaluation_needs_full_batches`: pad no batch of that graph.
     `notes`: sentences worth telling the admin, beside those of the Job.
     """
 
     gradient: Graph
+    smaller: Mapping[int, Graph]
     optimizer: Graph | None
     evaluation: Graph
     state: Mapping[str, Array]
@@ -81,23 +84,35 @@ def export_job(job: Job) -> ExportedJob:
         gradient = export_gradient(job.model, job.loss, batch, job.folder)
         changing = {each.name for each in gradient.graph.inputs_of_kind("buffer")}
         evaluation = export_evaluation(job.model, job.loss, job.metrics, evaluation_batch, job.folder, changing)
-    trained, _ = split_parameters(job.model)
+        trained, _ = split_parameters(job.model)
+        buffers = {f"buffer/{name}": b for name, b in job.model.named_buffers()}
+        tensors = {f"parameter/{name}": p for name, p in trained.items()}
+        tensors.update({name: b for name, b in buffers.items() if name in changing})
+        state = {name: to_array(tensor) for name, tensor in tensors.items()}
+        constants = {**kept_constants(job.model, changing), **gradient.constants, **evaluation.constants}
+        smaller, note = smaller_graphs(
+            gradient.graph,
+            {f"batch/{name}": to_array(tensor) for name, tensor in batch.items()},
+            (state, constants),
+            gradient.needs_full_batches,
+            lambda size: (
+                export_gradient(job.model, job.loss, {n: t[:size] for n, t in batch.items()}, job.folder).graph
+            ),
+        )
     optimizer = None
     if config.inner_optimizer is not None:
         optimizer = export_optimizer({n: tuple(p.shape) for n, p in trained.items()}, config.inner_optimizer)
-    buffers = {f"buffer/{name}": b for name, b in job.model.named_buffers()}
-    state = {f"parameter/{name}": p for name, p in trained.items()}
-    state.update({name: b for name, b in buffers.items() if name in changing})
     return ExportedJob(
         gradient=gradient.graph,
+        smaller=smaller,
         optimizer=optimizer,
         evaluation=evaluation.graph,
-        state={name: to_array(tensor) for name, tensor in state.items()},
-        constants={**kept_constants(job.model, changing), **gradient.constants, **evaluation.constants},
+        state=state,
+        constants=constants,
         state_dict=state_dict_names(job.model, changing),
         needs_full_batches=gradient.needs_full_batches,
         evaluation_needs_full_batches=evaluation.needs_full_batches,
-        notes=(LEFT_OUT,) if gradient.needs_full_batches else (),
+        notes=tuple(text for text in (LEFT_OUT if gradient.needs_full_batches else "", note) if text),
     )
 
 
