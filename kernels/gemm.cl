@@ -41,7 +41,7 @@
 #define REPEATS 0 /* 1: a has only `repeat` matrices, which the batch uses over and over; 2: b has */
 #endif
 #ifndef EDGE
-#define EDGE 1 /* 0: TM divides M and TN divides N */
+#define EDGE 1 /* 0: TM divides M and TN divides N; 2: as 1, with less code, for devices with a stack (CPUs) */
 #endif
 #ifndef STORE_VECTORS
 #define STORE_VECTORS 1
@@ -229,14 +229,28 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
         return;
     }
 #endif
-#if EDGE || !STORE_VECTORS
+#if EDGE == 2
+    float tile[TM * TN];
+#pragma unroll
+    for (int i = 0; i < TM; i++) {
+#pragma unroll
+        for (int j = 0; j < NV; j++)
+            VSTORE(sum[i][j], i * NV + j, tile);
+    }
+#pragma unroll 1
+    for (int n = lag; n < stop_column; n++) {
+#pragma unroll 1
+        for (int i = 0; i < rows; i++)
+            c[i * c_m + n * c_n] = tile[i * TN + n];
+    }
+#elif EDGE || !STORE_VECTORS
 #pragma unroll
     for (int i = 0; i < TM; i++) {
 #pragma unroll
         for (int j = 0; j < NV; j++) {
 #if EDGE
 #define STORE_LANE(e, s)                                                                                               \
-    if ((i < rows) & (j * VW + e >= lag) & (j * VW + e < stop_column))                                                               \
+    if ((i < rows) & (j * VW + e >= lag) & (j * VW + e < stop_column))                                                 \
         c[i * c_m + (j * VW + e) * c_n] = sum[i][j].s;
 #else
 #define STORE_LANE(e, s) c[i * c_m + (j * VW + e) * c_n] = sum[i][j].s;

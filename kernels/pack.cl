@@ -14,7 +14,7 @@
  */
 
 #ifndef T
-#define T 8 /* rows of a panel, even */
+#define T 8 /* rows of a panel; even for the last two kernels */
 #endif
 
 #if T % 4 == 2

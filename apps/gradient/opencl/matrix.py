@@ -71,11 +71,11 @@ def _batched(x: View) -> View:
 
 def multiply(emit: Emitter, a: View, b: View, c: View, bias: View | None = None) -> None:
     """c = a b + bias, each [batch, ., .]. A batch of a or b that is smaller than c's divides it: it is used in turn."""
-    right = _turned(b)
+    right = turned(b)
     if c.numel == 0:
         return
     if c.shape[1] == 1 and _is_row_product(right, a, c):
-        _row_product(emit, right, a, _turned(c), None if bias is None else _turned(bias))
+        _row_product(emit, right, a, turned(c), None if bias is None else turned(bias))
     elif c.shape[2] == 1 and _is_row_product(a, right, c):
         _row_product(emit, a, right, c, bias)
     else:
@@ -95,8 +95,8 @@ def product(emit: Emitter, left: Operand, right: Operand, c: View, bias: View | 
     left is [batch, M, K] and right [batch, N, K], or [batch, ., K_outer, K_inner] where K walks two levels.
     """
     if recipe.turned:
-        left, right, c = right, left, _turned(c)
-        bias = None if bias is None else _turned(bias)
+        left, right, c = right, left, turned(c)
+        bias = None if bias is None else turned(bias)
     tile, device = recipe.tile, emit.device
     batch, m, n = c.shape
     if recipe.pack_a and isinstance(left, View):
@@ -119,7 +119,7 @@ def product(emit: Emitter, left: Operand, right: Operand, c: View, bias: View | 
         "A_VECTORS": int(device.group_form and tile.rows % 4 == 0 and isinstance(left, Panels)),
         "B_PACKED": int(isinstance(right, Panels)),
         "REPEATS": repeats,
-        "EDGE": int(not inside),
+        "EDGE": int(not inside) if device.group_form else 2,
         "STORE_VECTORS": int(target.strides[2] == 1 and _loads_vectors(device, target)),
         "BIAS": _bias_kind(bias) if sums is None else 0,
         "SPLIT": int(sums is not None),
@@ -191,7 +191,7 @@ def _bias_arguments(bias: View | None) -> list[Argument]:
     return [] if bias is None else [Read(bias), _batch_stride(bias), *bias.strides[1:]]
 
 
-def _turned(x: View) -> View:
+def turned(x: View) -> View:
     """The last two dimensions exchanged."""
     shape, strides = x.shape, x.strides
     return View(x.storage, (shape[0], shape[2], shape[1]), (strides[0], strides[2], strides[1]), x.offset)
@@ -244,9 +244,10 @@ def pack(emit: Emitter, x: View, height: int) -> Panels:
     k, count = outer * inner, -(-rows // height)
     panels = Panels(emit.fresh("float32", (batch, count, k, height)), rows, k)
     kernel, steps = "pack", k
-    if x.strides[1] == 1 and _loads_vectors(device, x):
+    vectors = height % 2 == 0 and _loads_vectors(device, x)
+    if x.strides[1] == 1 and vectors:
         kernel = "pack_rows"
-    elif x.strides[3] == 1 and outer == 1 and _loads_vectors(device, x):
+    elif x.strides[3] == 1 and outer == 1 and vectors:
         kernel, steps = "pack_inner", -(-k // 4)
     walk: list[Argument] = [x.strides[1], max(1, inner), x.strides[2], x.strides[3], x.strides[0]]
     emit.launch(

@@ -45,7 +45,7 @@ def tiles_of(device: DeviceFacts) -> tuple[Tile, ...]:
             Tile(4, 2, 4, efficiency=0.49),
             Tile(8, 1, 4, efficiency=0.49),
             Tile(4, 1, 4, efficiency=0.40),
-            Tile(1, 1, 4, efficiency=0.10),
+            Tile(1, 1, 4, efficiency=0.20),
         )
     vector = device.vector_width
     if vector == 16:
@@ -157,54 +157,58 @@ def _parts(device: DeviceFacts, product: Product, tile: Tile) -> int:
 
 def cost(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
     """Time in multiply-adds of the whole device at full speed. `product` is already turned."""
-    tile = recipe.tile
+    tile, costs = recipe.tile, _GPU if device.group_form else _CPU
     items = _items(product, tile) * recipe.parts
-    size = items * tile.rows * tile.columns * _count(product.k, recipe.parts)
+    steps = items * (_count(product.k, recipe.parts) * tile.rows * tile.columns * _slowness(costs, product, recipe))
     busy = min(1.0, items / _units(device))
-    if device.group_form:
-        return size / tile.efficiency / max(busy, 1e-9) + _gpu_extra(device, product, recipe)
-    return size * _cpu_slowness(product, recipe) / tile.efficiency / max(busy, 1e-9) + _cpu_extra(product, recipe)
-
-
-# What packing, and not packing, costs.
-
-GPU_PACK = 40.0  # multiply-adds in the time that one element is packed
-GPU_LAUNCH = 5e6  # and in the time of one more launch
-CPU_PACK = 40.0
-CPU_LAUNCH = 4e5
-
-
-def _packed_elements(product: Product, recipe: Recipe) -> Iterator[float]:
+    total = (steps / tile.efficiency + items * costs.start) / max(busy, 1e-9)
+    results = product.batch * product.left.rows * product.right.rows
+    if recipe.turned:
+        total += results * min(costs.scattered, 2.0 * product.right.rows)
+    if recipe.parts > 1:
+        total += costs.pack * results * recipe.parts + costs.launch * device.compute_units
     for side, packs in ((product.left, recipe.pack_a), (product.right, recipe.pack_b)):
         if packs and not side.ready:
-            yield side.batches * side.rows * product.k
+            total += costs.pack * side.batches * side.rows * product.k + costs.launch * device.compute_units
+    return total
 
 
-def _gpu_extra(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
-    total = GPU_PACK * _summed_elements(product, recipe)
-    for elements in _packed_elements(product, recipe):
-        total += GPU_LAUNCH + GPU_PACK * elements
-    return total + (GPU_LAUNCH if recipe.parts > 1 else 0.0)
+@dataclass(frozen=True)
+class _Costs:
+    """In multiply-adds of the whole device, unless noted.
+
+    pack        moving one element (also into and out of a sum of parts)
+    launch      one more launch, of one unit of the device
+    start       an item's work outside of its loop
+    scattered   writing one element of a turned result, at most: a result of few rows stays in the cache meanwhile
+    left        factor for a left operand that is read in place, with its elements along k
+    left_apart  the same if they are not
+    right       what a right operand read in place adds to 1, for a tile of 32 columns; narrower ones use less of each
+                line that they read
+    cached      floats of a right operand for which that does not matter
+    """
+
+    pack: float
+    launch: float
+    start: float
+    scattered: float
+    left: float
+    left_apart: float
+    right: float
+    cached: int
 
 
-def _cpu_extra(product: Product, recipe: Recipe) -> float:
-    total = CPU_PACK * _summed_elements(product, recipe)
-    for elements in _packed_elements(product, recipe):
-        total += CPU_LAUNCH + CPU_PACK * elements
-    return total + (CPU_LAUNCH if recipe.parts > 1 else 0.0)
+_CPU = _Costs(48, 2e5, 1500, 300, 1.03, 1.3, 0.5, 8 << 10)
+_GPU = _Costs(80, 1e6, 500, 100, 1.3, 1.3, 0.2, 0)
 
 
-def _summed_elements(product: Product, recipe: Recipe) -> float:
-    return product.batch * product.left.rows * product.right.rows * recipe.parts if recipe.parts > 1 else 0.0
-
-
-def _cpu_slowness(product: Product, recipe: Recipe) -> float:
+def _slowness(costs: _Costs, product: Product, recipe: Recipe) -> float:
     """How much longer the loop takes on operands that are not packed."""
     slowness = 1.0
     if not recipe.pack_a:
-        slowness *= 1.1 if product.left.k == 1 else 1.3
-    if not recipe.pack_b:
-        slowness *= 1.4
+        slowness *= costs.left if product.left.k == 1 else costs.left_apart
+    if not recipe.pack_b and product.right.rows * product.k > costs.cached:
+        slowness *= 1.0 + costs.right * 32 / recipe.tile.columns
     return slowness
 
 
