@@ -7,7 +7,7 @@ float64 (with dropout masks drawn from the graph's own random streams), and meas
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.gradient import philox
-from apps.gradient.backends import open_backend
-from apps.gradient.executor import Executor
+from apps.gradient.backends import Backend, open_backend
 from boinc_project.contract.graph import Graph
 from work_generator.export import ExportedGraph
 from work_generator.export.program import kept_constants
@@ -29,11 +28,11 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 Arrays = dict[str, Any]
 
 
-def run(graph: Graph, inputs: Mapping[str, Any], backend: str) -> Arrays:
+def run(graph: Graph, inputs: Mapping[str, Any], backend: str | Backend) -> Arrays:
     """Outputs of a graph, as numpy arrays; every node's types are verified on the way."""
-    opened = open_backend(backend, 1, "cpu")
+    opened = open_backend(backend, 1, "cpu") if isinstance(backend, str) else backend
     given = {name: opened.from_numpy(np.asarray(array)) for name, array in inputs.items()}
-    made = Executor(graph, opened, verify=True).run(given)
+    made = opened.program(graph, verify=True).run(given)
     return {name: np.array(opened.to_numpy(value)) for name, value in made.items()}
 
 
@@ -91,7 +90,13 @@ def distance(found: Mapping[str, Any], reference: Mapping[str, Tensor], prefix: 
 
 
 def assert_as_exact_as_eager(
-    exported: ExportedGraph, model: nn.Module, loss: Loss, batch: Batch, seed: int = 1, step: int = 0
+    exported: ExportedGraph,
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch,
+    seed: int = 1,
+    step: int = 0,
+    backends: Sequence[str | Backend] = BACKENDS,
 ) -> None:
     """On every backend the graph's error against float64 is at most 3 times eager float32's own."""
     streams = sum(node.op.startswith("random_") for node in exported.graph.nodes)
@@ -102,7 +107,7 @@ def assert_as_exact_as_eager(
         single = eager(model, loss, batch, torch.float32)
     allowed = 3 * distance(single, reference)
     assert 0 < allowed < 1e-4, "eager float32 itself is sane"
-    for backend in BACKENDS:
+    for backend in backends:
         made = run(exported.graph, inputs_of(exported, model, batch, seed=seed, step=step), backend)
         found = distance(made, reference)
         assert found <= allowed, f"{backend}: error {found:.2e}, eager's own is {allowed / 3:.2e}"

@@ -21,7 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 STATIONS = ("work_generator", "apps", "validator", "assimilator")
 PACKAGES = ("boinc_project", *STATIONS)
 HEAVY = ("torch", "sqlalchemy", "pyopencl")  # not on volunteers' computers, or only in one backend
-MODULES_ABOUT_THEM = {"apps/gradient/backends/torch_backend.py": ("torch",)}
+MODULES_ABOUT_THEM = {
+    "apps/gradient/backends/torch_backend.py": ("torch",),
+    **{
+        f"apps/gradient/opencl/{name}.py": ("pyopencl",)
+        for name in ("device", "programs", "runtime", "opencl_backend", "peak", "tune")
+    },
+}
 CONTRACT = "boinc_project/contract/"
 CONTRACT_LIBRARIES = {"numpy", "safetensors", "zstandard"}
 
