@@ -14,6 +14,7 @@
    moments_merge                       mean and M2 of columns, from those of their parts (Chan, Golub, LeVeque 1979)
    norm_sums_item, _group              sums of grad and of grad hat over each row of L
    norm_sums_columns                   the same over columns of [M, D]
+   norm_coefficients                   what an elementwise chain needs to make grad_x of those sums
    batch_norm_finish                   invstd and the new running statistics, from M2
 
    In the _item forms an item owns a row, VW elements at a time; in the _group forms LANES items do, ROWS rows in a
@@ -481,4 +482,19 @@ __kernel void norm_sums_columns(__global const float *grad, int grad_at, __globa
         STORE(plain[v], sums + sums_at + s * columns + column + v * VW);
         STORE(along[v], sums + sums_at + (segments + s) * columns + column + v * VW);
     }
+}
+
+/* sums [2, C] of gw and gw hat over `count` elements each -> [3, C]: p = mean(gw), q = rstd mean(gw hat), r = rstd, times
+   w with WEIGHTED, so that grad_x = ((grad - p) - (x - mean) q) r. */
+__kernel void norm_coefficients(__global const float *sums, int sums_at, __global const float *rstds, int rstds_at,
+                                __global const float *w, int w_at, __global float *out, int out_at, int channels,
+                                float count)
+{
+    const int c = (int)get_global_id(0);
+    if (c >= channels)
+        return;
+    const float rstd = rstds[rstds_at + c];
+    out[out_at + c] = sums[sums_at + c] / count;
+    out[out_at + channels + c] = sums[sums_at + channels + c] / count * rstd;
+    out[out_at + 2 * channels + c] = BY_WEIGHT(rstd, ONE, c);
 }

@@ -22,23 +22,24 @@
 #define IS_FLOAT 0
 #endif
 
-/* sum += x, where sum.x + sum.y is the value: Knuth's exact two-sum. Infinities pass through. */
+/* A sum is s.x + s.y: the floats' own running sum, and all that was rounded off it (Knuth's exact two-sum). The chain of
+   dependent operations is one addition an element. Infinities and NaN are in s.x. */
 #if IS_FLOAT
 #define STATE float2
-#define VALUE(s) ((s).x)
 static inline float2 plus(float2 sum, float x)
 {
     const float total = sum.x + x;
     const float part = total - sum.x;
-    const float lost = (sum.x - (total - part)) + (x - part);
-    const float rest = isfinite(total) ? sum.y + lost : 0.0f;
-    const float high = total + rest;
-    return (float2)(high, rest - (high - total));
+    return (float2)(total, sum.y + ((sum.x - (total - part)) + (x - part)));
+}
+static inline float value(float2 sum)
+{
+    return isfinite(sum.x) ? sum.x + sum.y : sum.x;
 }
 #else
 #define STATE ACC
-#define VALUE(s) (s)
 #define plus(sum, x) ((sum) + (x))
+#define value(sum) (sum)
 #endif
 
 __kernel void scan_segments(__global const IN *x, int x_at, __global const ACC *carry, int carry_at, __global ACC *out,
@@ -57,7 +58,7 @@ __kernel void scan_segments(__global const IN *x, int x_at, __global const ACC *
 #pragma unroll 1
     for (int i = first; i < last; ++i, from += columns, to += columns) {
         sum = plus(sum, *from);
-        *to = VALUE(sum);
+        *to = value(sum);
     }
 }
 
@@ -71,7 +72,7 @@ __kernel void scan_carries(__global ACC *carry, int carry_at, int columns, int o
 #pragma unroll 1
     for (int part = 0; part < segments; ++part, at += columns) {
         const ACC own = *at;
-        *at = VALUE(sum);
+        *at = value(sum);
         sum = plus(sum, own);
     }
 }

@@ -69,7 +69,7 @@ def native_layer_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Seq
             flops=10 * x.numel,
         )
     if mask[1] or mask[2]:
-        made[2], made[1] = _column_sums(emit, grad, x, mean, rstd, (rows, length), by_row=True)
+        made[2], made[1] = _parts(_column_sums(emit, grad, x, mean, rstd, (rows, length), by_row=True))
     return [view.reshaped(type_.shape) for view, type_ in zip(_wanted(made, mask), call.outputs)]
 
 
@@ -115,15 +115,14 @@ def native_group_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Seq
         by_group = sums.reshaped((2, batch, groups, share, 1))
         if of_channel is not None:
             by_group = _chain(emit, "mul", by_group, of_channel)
-        plain, along = _halves(total(emit, by_group.reshaped((2, batch, groups, share)), [3]))
-        hat = _normalised(emit, x.reshaped(shape), mean.reshaped(of_group), rstd, shape)
+        of_groups = total(emit, by_group.reshaped((2, batch * groups, share)), [2])
         inward = grad.reshaped(shape)
         if of_channel is not None:
             inward = _chain(emit, "mul", inward, of_channel)
-        out = _inward(emit, inward, hat, plain.reshaped(of_group), along.reshaped(of_group), length)
-        made[0] = _chain(emit, "mul", out, rstd.reshaped(of_group))
+        numbers = _coefficients(emit, of_groups, rstd, None, length)
+        made[0] = _inward(emit, inward, x.reshaped(shape), mean, numbers, of_group)
     if mask[1] or mask[2]:
-        made[2], made[1] = _halves(total(emit, sums, [1]))
+        made[2], made[1] = _parts(total(emit, sums, [1]))
     return [view.reshaped(type_.shape) for view, type_ in zip(_wanted(made, mask), call.outputs)]
 
 
@@ -175,18 +174,16 @@ def native_batch_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Seq
         return [emit.number(0.0, type_.dtype, type_.shape) for type_ in call.outputs]
     made: list[View | None] = [None, None, None]
     if positions == 1:
-        plain, along = _column_sums(emit, grad, x, mean, invstd, (batch, channels), by_row=False)
+        sums = _column_sums(emit, grad, x, mean, invstd, (batch, channels), by_row=False)
     else:
-        sums = _row_sums(emit, grad, x, mean, invstd, (batch, channels, positions), (0, 1))
-        plain, along = _halves(total(emit, sums, [1]))
-    made[2], made[1] = plain, along
-    if mask[0]:
-        of_channel = (channels, *(1,) * (len(x.shape) - 2))
-        out = grad
-        if training:
-            hat = _normalised(emit, x, mean.reshaped(of_channel), invstd, x.shape)
-            out = _inward(emit, grad, hat, plain.reshaped(of_channel), along.reshaped(of_channel), batch * positions)
-        out = _chain(emit, "mul", out, invstd.reshaped(of_channel))
+        sums = total(emit, _row_sums(emit, grad, x, mean, invstd, (batch, channels, positions), (0, 1)), [1])
+    made[2], made[1] = _parts(sums)
+    of_channel = (channels, *(1,) * (len(x.shape) - 2))
+    if mask[0] and training:
+        numbers = _coefficients(emit, sums, invstd, weight, batch * positions)
+        made[0] = _inward(emit, grad, x, mean, numbers, of_channel)
+    elif mask[0]:
+        out = _chain(emit, "mul", grad, invstd.reshaped(of_channel))
         made[0] = out if weight is None else _chain(emit, "mul", out, weight.reshaped(of_channel))
     return _wanted(made, mask)
 
@@ -198,11 +195,29 @@ def _chain(emit: Emitter, op: str, a: View, b: View | float) -> View:
     return emit.apply(op, [a, b if isinstance(b, View) else emit.number(float(b), "float32")])[0]
 
 
-def _inward(emit: Emitter, grad: View, hat: View, plain: View, along: View, count: int) -> View:
-    """grad - plain / count - hat along / count: the gradient as it was before the normalisation, but for its scale."""
-    share = 1.0 / count
-    centred = _chain(emit, "sub", grad, _chain(emit, "mul", plain, share))
-    return _chain(emit, "sub", centred, _chain(emit, "mul", _chain(emit, "mul", hat, along), share))
+def _coefficients(emit: Emitter, sums: View, rstd: View, weight: View | None, count: int) -> View:
+    """Of grad_x, from the sums [2, C] of its gradient and of that times hat: see norm.cl."""
+    channels = sums.shape[1]
+    out = emit.fresh("float32", (3, channels))
+    emit.launch(
+        "norm.cl",
+        "norm_coefficients",
+        (channels,),
+        [
+            *(Read(sums), Read(rstd), Read(rstd if weight is None else weight), Write(out)),
+            *(channels, float(count)),
+        ],
+        defines={"WEIGHTED": int(weight is not None)},
+        local_size=plain_range(emit.device, (channels,)),
+    )
+    return out
+
+
+def _inward(emit: Emitter, grad: View, x: View, mean: View, coefficients: View, shape: Sequence[int]) -> View:
+    """grad_x = ((grad - p) - (x - mean) q) r, where mean and the coefficients broadcast in this shape."""
+    p, q, r = (view.reshaped(shape) for view in _parts(coefficients))
+    along = _chain(emit, "mul", _chain(emit, "sub", x, mean.reshaped(shape)), q)
+    return _chain(emit, "mul", _chain(emit, "sub", _chain(emit, "sub", grad, p), along), r)
 
 
 def _inverse_deviation(emit: Emitter, variance: View, eps: float) -> View:
@@ -284,11 +299,11 @@ def _row_sums(
 
 def _column_sums(
     emit: Emitter, grad: View, x: View, mean: View, rstd: View, sizes: tuple[int, int], by_row: bool
-) -> tuple[View, View]:
-    """Sums of grad and of grad hat over the rows of [M, D]: [D] each."""
+) -> View:
+    """Sums of grad and of grad hat over the rows of [M, D]: [2, D]."""
     device, (rows, columns) = emit.device, sizes
     if rows == 0:
-        return emit.number(0.0, "float32", (columns,)), emit.number(0.0, "float32", (columns,))
+        return emit.number(0.0, "float32", (2, columns))
     of_columns = () if by_row else (mean.offset, rstd.offset)
     width = column_width(device, columns, grad.offset, x.offset, *of_columns)
     segment = column_segment(device, rows, columns // width)
@@ -307,16 +322,13 @@ def _column_sums(
         split=1,
         flops=5 * x.numel,
     )
-    return _halves(total(emit, sums, [1]))
+    return total(emit, sums, [1])
 
 
-def _halves(both: View) -> tuple[View, View]:
-    """x[0] and x[1] of a dense x."""
-    shape, strides = both.shape[1:], both.strides[1:]
-    return (
-        View(both.storage, shape, strides, both.offset),
-        View(both.storage, shape, strides, both.offset + math.prod(shape)),
-    )
+def _parts(both: View) -> list[View]:
+    """x[0], x[1], ... of a dense x."""
+    count, shape, strides = both.shape[0], both.shape[1:], both.strides[1:]
+    return [View(both.storage, shape, strides, both.offset + part * math.prod(shape)) for part in range(count)]
 
 
 def _wanted(made: Sequence[View | None], mask: Sequence[bool]) -> list[View]:

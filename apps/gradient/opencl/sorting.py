@@ -6,48 +6,54 @@ from collections.abc import Mapping, Sequence
 
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
-from apps.gradient.opencl.movement import region
 from apps.gradient.opencl.rows import plain_range
 from apps.gradient.opencl.values import C_TYPES, Define, Read, View, Write
 
-BLOCK = 128  # elements that are ranked by comparing each with all: few enough, and then fewer merges
+#: Elements that are ranked by comparing each with all. Small sorts are a matter of launches: few, large blocks.
+SMALL, SMALL_BLOCK, BLOCK = 1 << 16, 128, 32
 
 
 def sorted_rows(emit: Emitter, x: View, keep: int, descending: bool = False) -> tuple[View, View]:
-    """x [M, n], dense, sorted along its rows: values [M, n], and the places [M, n] (int32) that they came from.
-
-    Only the first `keep` of each row are defined.
-    """
+    """The first `keep` of the sorted rows of x [M, n], dense: values and the places (int32) they came from, [M, keep]."""
     rows, length = x.shape
-    sizes, local = (length, rows), plain_range(emit.device, (length, rows))
-    defines: dict[str, Define] = {"T": C_TYPES[x.dtype], "DESCENDING": int(descending), "BLOCK": BLOCK}
+    block = SMALL_BLOCK if x.numel <= SMALL else BLOCK
+    defines: dict[str, Define] = {"T": C_TYPES[x.dtype], "DESCENDING": int(descending), "BLOCK": block}
     defines["IS_FLOAT"] = int(x.dtype == "float32")
-    keys, order = emit.fresh(x.dtype, x.shape), emit.fresh("int32", x.shape)
+    runs, kept = -(-length // block), min(block, keep, length)
+    last = min(kept, length - (runs - 1) * block)
+    stride = (runs - 1) * kept + last
+    keys, order = emit.fresh(x.dtype, (rows, stride)), emit.fresh("int32", (rows, stride))
+    sizes = (min(block, length), runs, rows)
     emit.launch(
         "sort.cl",
         "sort_blocks",
         sizes,
-        [Read(x), Write(keys), Write(order), length, rows, keep],
+        [Read(x), Write(keys), Write(order), length, runs, rows, kept, stride],
         defines=defines,
-        local_size=local,
-        split=1 if rows > 1 else 0,
-        flops=x.numel * min(BLOCK, length),
+        local_size=plain_range(emit.device, sizes),
+        split=2 if rows > 1 else 1,
+        flops=x.numel * min(block, length),
     )
-    width = BLOCK
-    while width < length:
-        merged = emit.fresh(x.dtype, x.shape), emit.fresh("int32", x.shape)
+    while runs > 1:
+        out_kept, merged_runs = min(2 * kept, keep), (runs + 1) // 2
+        out_last = min(out_kept, last if runs % 2 else kept + last)
+        out_stride = (merged_runs - 1) * out_kept + out_last
+        merged = emit.fresh(x.dtype, (rows, out_stride)), emit.fresh("int32", (rows, out_stride))
+        sizes = (kept, runs, rows)
         emit.launch(
             "sort.cl",
             "sort_merge",
             sizes,
-            [Read(keys), Read(order), Write(merged[0]), Write(merged[1]), length, rows, keep, width],
+            [
+                *(Read(keys), Read(order), Write(merged[0]), Write(merged[1])),
+                *(runs, rows, kept, last, stride, out_kept, out_stride),
+            ],
             defines=defines,
-            local_size=local,
-            split=1 if rows > 1 else 0,
-            flops=x.numel * width.bit_length(),
+            local_size=plain_range(emit.device, sizes),
+            split=2 if rows > 1 else 1,
+            flops=rows * stride * kept.bit_length(),
         )
-        keys, order = merged
-        width *= 2
+        (keys, order), runs, kept, last, stride = merged, merged_runs, out_kept, out_last, out_stride
     return keys, order
 
 
@@ -67,7 +73,7 @@ def _sort(call: Call, inputs: Inputs, emit: Emitter, keep: int, descending: bool
     made = []
     for view in sorted_rows(emit, lines.reshaped((x.numel // length, length)), keep, descending):
         back = [there.index(axis) for axis in range(rank)]
-        made.append(region(_permuted(view.reshaped(lines.shape), back), dim, 0, keep, 1))
+        made.append(_permuted(view.reshaped((*lines.shape[:-1], keep)), back))
     return [made[0], *emit.apply("cast", [made[1]], {"dtype": "int64"})]
 
 
