@@ -75,7 +75,7 @@ def test_a_step_of_an_example_is_as_exact_as_eager_float32(device: str, name: st
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns about optional libraries and about itself
 @pytest.mark.parametrize("name", hugging_face.MODELS)
-@pytest.mark.parametrize("device", ["pocl", "pocl_gpu"])
+@pytest.mark.parametrize("device", [pytest.param("pocl", marks=pytest.mark.long), "pocl_gpu"])
 def test_a_step_of_a_hugging_face_model_is_as_exact_as_eager_float32(device: str, name: str) -> None:
     model = hugging_face.made(name)
     _, loss, batch = hugging_face.MODELS[name]

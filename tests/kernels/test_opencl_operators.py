@@ -53,9 +53,20 @@ def computed(device: str, op: str, strided: bool) -> list[list[Array]]:
     return [[found[name] for name in names] for names in outputs]
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+#: What is compiled with every run of the tests, and what with the long ones only.
+FORMS = [
+    *(pytest.param(device, False, id=f"{device}-dense") for device in DEVICES),
+    pytest.param("pocl_gpu", True, id="pocl_gpu-strided"),
+    *(
+        pytest.param(device, True, id=f"{device}-strided", marks=pytest.mark.long)
+        for device in DEVICES
+        if device != "pocl_gpu"
+    ),
+]
+
+
 @pytest.mark.parametrize("op", list(OPSET))
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "strided"), FORMS)
 def test_operator_is_as_exact_as_eager_pytorch(device: str, op: str, strided: bool) -> None:
     wrong = []
     for case, ours in zip(CASES[op], computed(device, op, strided), strict=True):
