@@ -120,10 +120,19 @@ def test_suspended_quit_and_killed_the_real_application_gives_the_same_update(st
     assert same_update(client, files, undisturbed)
 
 
-def test_a_suspended_real_task_uses_no_cpu_within_2_s(start: Start) -> None:
+@pytest.mark.parametrize("backend", ["numpy", "opencl"])
+def test_a_suspended_real_task_uses_no_cpu_within_2_s(start: Start, backend: str) -> None:
+    if backend == "opencl":
+        pytest.importorskip("pyopencl", reason="pyopencl is not installed")
+        from apps.gradient.opencl import device
+
+        try:
+            device.find_devices()
+        except device.OpenCLMissing as error:
+            pytest.skip(f"no OpenCL driver is installed: {error}")
     files = microtask_files(500, batch=512, features=1536)
-    client = start(FROM_SOURCE, files, ncpus=2)
-    wait_for(lambda: client.fraction_done() > 0, 30, "progress")
+    client = start([*FROM_SOURCE, "--backend", backend], files, ncpus=2)
+    wait_for(lambda: client.fraction_done() > 0, 60, "progress")
     client.suspend()
     time.sleep(2)
     before = client.tree_cpu()
