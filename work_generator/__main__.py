@@ -40,8 +40,8 @@ WORKUNITS_PER_COMMIT = 200
 LEAST_FREE_BYTES = 200 << 20
 NO_ROOM = "the disk is almost full"
 STRAGGLER_COLUMNS = (
-    "id", "name", "canonical_resultid", "error_mask", "transition_time", "target_nresults", "max_success_results",
-    "max_total_results",
+    "id", "name", "canonical_resultid", "error_mask", "need_validate", "transition_time", "target_nresults",
+    "max_success_results", "max_total_results",
 )  # fmt: skip
 
 log = logging.getLogger("work_generator")
@@ -202,7 +202,8 @@ class Generator:
         self._once("the transitioner has not looked at new workunits for a minute; is it running?")
 
     def _help_stragglers(self, job: JobRow) -> bool:
-        """Raise target_nresults of workunits whose copies take too long (BOINC makes one more result)."""
+        """Raise target_nresults of workunits whose copies take too long (BOINC makes one more result), and have the
+        transitioner look at those that it overlooked."""
         now = int(time.time())
         with self.database.read() as connection:
             open_names = [
@@ -213,6 +214,9 @@ class Generator:
             keys = [(name,) for name in open_names]
             rows = list(read_rows(connection, workunit, ("name",), keys, STRAGGLER_COLUMNS).values())
             counts = store.result_counts(connection, [int(row["id"]) for row in rows])
+        for row in rows:
+            if supply.overlooked(row, counts[int(row["id"])], now) and not self.options.dry_run:
+                self._wake(row, now)
         slow = [row for row in rows if supply.straggling(job.config, row, counts[int(row["id"])], now)]
         for row in slow:
             if self.options.dry_run:
@@ -232,6 +236,14 @@ class Generator:
             if self._changes(one_more):
                 log.info("[WU#%d %s] is slow: one more copy is asked for", row["id"], row["name"])
         return bool(slow) and not self.options.dry_run
+
+    def _wake(self, row: store.Row, now: int) -> None:
+        """Have the transitioner look at a workunit now, if it is still as it was read."""
+        read = [workunit.c[name] == row[name] for name in ("id", "transition_time", "need_validate")]
+        if self._changes(sa.update(workunit).where(*read).values(transition_time=now)):
+            log.warning(
+                "[WU#%d %s] was overlooked by the transitioner; it is asked to look again", row["id"], row["name"]
+            )
 
     def _changes(self, statement: sa.Update) -> bool:
         """Whether an UPDATE in a transaction of its own finds a row."""

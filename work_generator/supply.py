@@ -82,6 +82,21 @@ def straggling(
     )
 
 
+def overlooked(workunit: Row, counts: Mapping[str, int], now: int) -> bool:
+    """Whether nobody does anything about a workunit: its copies are over, none is wanted, none waits for a verdict.
+
+    It happens when a second copy is reported in the second, and the moment, in which the transitioner handles the
+    report of the first: then it sets the next look, which may be ten days away, over the scheduler's wish.
+    """
+    return (
+        counts["unsent"] == counts["in_progress"] == 0
+        and workunit["canonical_resultid"] == 0
+        and workunit["error_mask"] == 0
+        and workunit["need_validate"] == 0
+        and workunit["transition_time"] > now
+    )
+
+
 def stop_reason(config: JobConfig, versions: Sequence[Row], create_time: int, now: float) -> str:
     """Why the job is finished, or ''. `versions` are rows of gt_version in order."""
     newest = int(versions[-1]["version"]) if versions else 0

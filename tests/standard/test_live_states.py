@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ VALID = (ServerState.OVER, Outcome.SUCCESS, ValidateState.VALID)
 @pytest.fixture(scope="module")
 def job(project: LiveProject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateJob]:
     """Workunits of one round, of which each test takes some."""
-    with private_job(project, tmp_path_factory.mktemp("private"), slots=2 * AT_ONCE + 5) as made:
+    with private_job(project, tmp_path_factory.mktemp("private"), slots=2 * AT_ONCE + 6) as made:
         yield made
 
 
@@ -177,6 +178,23 @@ def test_a_lone_empty_result_is_replaced_until_the_workunit_fails_and_training_g
         job.validator().one_pass()
         job.assimilator().one_pass()
         assert job.job.current_version == 1
+
+
+# Reports that the transitioner overlooks.
+
+
+def test_a_workunit_that_boinc_s_transitioner_overlooked_is_brought_before_it_again(job: PrivateJob) -> None:
+    """Two copies reported in one second, while it handles the first: it would look again in ten days."""
+    ((first, second),) = job.take(1)
+    unit = int(first["workunitid"])
+    for result in (first, second):
+        job.answer(result)
+    job.wait_for_units([unit], need_validate=1)
+    job.change(database.workunit, unit, need_validate=0, transition_time=int(time.time()) + 864_000)
+    job.generator().one_pass()
+    job.wait_for_units([unit], need_validate=1)
+    job.validator().one_pass()
+    assert [state_of(result) for result in job.results_of(unit)] == [VALID] * 2
 
 
 # Who is credited.

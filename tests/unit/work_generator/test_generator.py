@@ -172,6 +172,21 @@ def test_a_straggler_gets_one_further_copy_and_stays_in_progress(project: TinyPr
     assert sorted(states) == [int(ServerState.UNSENT)] * 2 + [int(ServerState.IN_PROGRESS)] * 4
 
 
+def test_a_round_goes_on_although_the_transitioner_overlooked_a_report(project: TinyProject) -> None:
+    results = project.issue()
+    for result in results:
+        project.answer(result)
+    project.transitioner.run_once()
+    for unit in project.rows(database.workunit):
+        project.change(database.workunit, unit["id"], need_validate=0, transition_time=int(time.time()) + 864_000)
+    project.generator(dry_run=True).one_pass()
+    project.transitioner.run_once()
+    assert {unit["need_validate"] for unit in project.rows(database.workunit)} == {0}
+    project.generator().one_pass()
+    project.transitioner.run_once()
+    assert {unit["need_validate"] for unit in project.rows(database.workunit)} == {1}
+
+
 def test_published_states_of_older_versions_are_retired_once_nobody_can_ask_for_them(project: TinyProject) -> None:
     def published() -> list[int]:
         return [row["version"] for row in project.rows(gt_file, kind="state", state="published")]

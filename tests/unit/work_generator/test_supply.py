@@ -13,7 +13,7 @@ from boinc_project.job_config import JobConfig, load_config
 from boinc_project.states import NEVER
 from boinc_project.supply_limits import MAX_ATTEMPTS, least_seconds_per_task
 from tests.tiny_project import TINY_JOB
-from work_generator.supply import Issue, skipped_slots, slots_to_issue, stop_reason, straggling
+from work_generator.supply import Issue, overlooked, skipped_slots, slots_to_issue, stop_reason, straggling
 
 ISSUED, FOLDED, FAILED, CANCELLED = (
     MicrotaskState.ISSUED,
@@ -87,6 +87,29 @@ def test_no_copy_is_asked_for_that_is_not_needed_or_that_the_transitioner_would_
     unit: dict[str, int], counts: dict[str, int], now: int
 ) -> None:
     assert not straggling(CONFIG, {**UNIT, **unit}, {**COUNTS, **counts}, now)
+
+
+OVER = {"unsent": 0, "in_progress": 0, "over": 2, "last_sent": 100}
+UNJUDGED = {"canonical_resultid": 0, "error_mask": 0, "need_validate": 0, "transition_time": LATE + 864_000}
+
+
+def test_a_workunit_whose_copies_are_over_without_verdict_or_successor_was_overlooked() -> None:
+    assert overlooked(UNJUDGED, OVER, LATE)
+
+
+@pytest.mark.parametrize(
+    ("unit", "counts"),
+    [
+        ({"canonical_resultid": 5}, {}),
+        ({"error_mask": 1}, {}),
+        ({"need_validate": 1}, {}),
+        ({"transition_time": LATE}, {}),
+        ({}, {"unsent": 1}),
+        ({}, {"in_progress": 1}),
+    ],
+)
+def test_a_workunit_that_somebody_will_look_at_was_not_overlooked(unit: dict[str, int], counts: dict[str, int]) -> None:
+    assert not overlooked({**UNJUDGED, **unit}, {**OVER, **counts}, LATE)
 
 
 def config(**train: Any) -> JobConfig:
