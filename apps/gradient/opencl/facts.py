@@ -21,6 +21,7 @@ class DeviceFacts:
     compute_units, clock_mhz   as reported
     max_allocation   bytes of the largest buffer
     global_memory    bytes in all that this process may use
+    tuned            what the tiles of matrix products were measured to reach, see tune.py; empty: not measured
     """
 
     name: str
@@ -38,3 +39,4 @@ class DeviceFacts:
     clock_mhz: int
     max_allocation: int
     global_memory: int
+    tuned: tuple[float, ...] = ()

@@ -24,6 +24,7 @@ from apps.gradient.opencl import (
     random_numbers,
     reductions,
     sorting,
+    tune,
 )
 from apps.gradient.opencl import device as devices
 from apps.gradient.opencl.emitter import Lower
@@ -83,12 +84,12 @@ class OpenclBackend:
     name = "opencl"
 
     def __init__(self, handle: Any, facts: DeviceFacts, cache: Path | None = None) -> None:
-        self.facts = facts
         self.ops = OPS
         self.context = cl.Context([handle])
         self.queue = cl.CommandQueue(self.context, handle)
         self.pool = Pool(self.context, self.queue, facts)
         self.programs = Programs(self.context, handle, facts, cache)
+        self.facts = facts if cache is None else tune.tuned(facts, self.pool, self.programs, cache)
 
     def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
         """A graph planned for the device."""

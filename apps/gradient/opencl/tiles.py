@@ -8,7 +8,7 @@ the kernels for a Radeon HD 5870 (multiply-adds per VLIW bundle).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apps.gradient.opencl.facts import DeviceFacts
 
@@ -37,16 +37,27 @@ class Tile:
         return self.across * self.vector
 
 
+_GPU_TILES = (
+    Tile(8, 2, 4, efficiency=0.61),
+    Tile(4, 2, 4, efficiency=0.49),
+    Tile(8, 1, 4, efficiency=0.49),
+    Tile(4, 1, 4, efficiency=0.40),
+    Tile(1, 1, 4, efficiency=0.20),
+)
+
+
 def tiles_of(device: DeviceFacts) -> tuple[Tile, ...]:
-    """The tiles that products on this device choose from; all of them compile within Cypress's limits for GPUs."""
+    """The tiles that products on this device choose from, with what they were measured to reach if they were."""
+    tiles = default_tiles(device)
+    if len(device.tuned) != len(tiles):
+        return tiles
+    return tuple(replace(tile, efficiency=share) for tile, share in zip(tiles, device.tuned))
+
+
+def default_tiles(device: DeviceFacts) -> tuple[Tile, ...]:
+    """The tiles with usual efficiencies; all compile within Cypress's limits for GPUs (62 vector registers)."""
     if device.group_form:
-        return (
-            Tile(8, 2, 4, efficiency=0.61),
-            Tile(4, 2, 4, efficiency=0.49),
-            Tile(8, 1, 4, efficiency=0.49),
-            Tile(4, 1, 4, efficiency=0.40),
-            Tile(1, 1, 4, efficiency=0.20),
-        )
+        return _GPU_TILES
     vector = device.vector_width
     if vector == 16:
         return (
@@ -221,3 +232,20 @@ def parts_of_row(device: DeviceFacts, rows: int, k: int) -> int:
     units = device.compute_units * (WAVES_PER_UNIT if device.group_form else GROUPS_PER_UNIT)
     shortest = 1024 if device.group_form else 2048
     return max(1, min(units // max(rows, 1), k // shortest, MOST_PARTS))
+
+
+def _variants() -> Iterator[tuple[str, dict[str, int | str]]]:
+    """Programs of gemm.cl for GPUs: each tile at its plainest, at its largest, and in parts."""
+    for tile in _GPU_TILES:
+        plain: dict[str, int | str] = {"TM": tile.rows, "NV": tile.across, "VW": tile.vector, "UNROLL": tile.unroll}
+        for packed in (1, 0):
+            vectors = int(packed and tile.rows % 4 == 0)
+            operands = {**plain, "A_PACKED": packed, "A_VECTORS": vectors}
+            for right in (1, 0):
+                yield "gemm.cl", {**operands, "B_PACKED": right, "EDGE": 1, "BIAS": 3}
+            yield "gemm.cl", {**operands, "EDGE": 0, "BIAS": 0}
+        yield "gemm.cl", {**plain, "A_VECTORS": int(tile.rows % 4 == 0), "SPLIT": 1, "STORE_VECTORS": 0, "REPEATS": 1}
+
+
+#: What may be built for a GPU, whatever its tuning says: file and defines.
+VARIANTS = tuple(_variants())
