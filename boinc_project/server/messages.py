@@ -51,6 +51,14 @@ class RequestError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenclVersion:
+    """What a driver says of an OpenCL device, in the numbers of plan classes; 0 if unknown."""
+
+    version: int = 0  # 100 * major + minor
+    revision: int = 0  # AMD's drivers: 100 times the number in parentheses of the version's text
+
+
+@dataclass(frozen=True, kw_only=True)
 class Coprocessor:
     """A GPU type of the host and the work it wants."""
 
@@ -64,6 +72,10 @@ class Coprocessor:
     has_opencl: bool = False
     has_cuda: bool = False
     has_cal: bool = False
+    opencl: OpenclVersion = field(default_factory=lambda: OpenclVersion())
+    cal_target: int = 0  # AMD: the chip's number in CAL, 0 if the driver has no CAL
+    cuda_version: int = 0  # 1000 * major + 10 * minor, as the driver says
+    compute_capability: int = 0  # NVIDIA: 100 * major + minor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +157,7 @@ class SchedulerRequest:
     ram_fraction: float = 1.0  # largest share of the host's RAM that its preferences allow
     host: HostInfo = field(default_factory=HostInfo)
     coprocs: tuple[Coprocessor, ...] = ()
+    opencl_cpus: tuple[OpenclVersion, ...] = ()  # OpenCL drivers for the host's processor
     results: tuple[ReportedResult, ...] = ()
     messages: tuple[MessageFromHost, ...] = ()
     other_results: frozenset[str] = frozenset()  # what the client still has, reported ones excluded
@@ -199,6 +212,7 @@ def parse_request(body: bytes) -> SchedulerRequest:
         ram_fraction=_ram_fraction(root),
         host=_host_info(root, fields),
         coprocs=_coprocs(root.find("coprocs")),
+        opencl_cpus=_opencl_cpus(root.find("host_info")),
         results=tuple(_reported(each) for each in _first(root, "result", MAX_REPORTED_RESULTS)),
         messages=tuple(_message(each) for each in _first(root, "msg_from_host", MAX_MESSAGES)),
         other_results=frozenset(other_names),
@@ -376,6 +390,28 @@ def _coproc(kind: str, element: etree._Element) -> Coprocessor:
         has_opencl=_integer(fields, "have_opencl") != 0 or opencl is not None,
         has_cuda=_integer(fields, "have_cuda") != 0,
         has_cal=_integer(fields, "have_cal") != 0,
+        opencl=_opencl_version(opencl),
+        cal_target=_integer(fields, "target"),
+        cuda_version=_integer(fields, "cudaVersion"),
+        compute_capability=100 * _integer(fields, "major", high=1000) + _integer(fields, "minor", high=99),
+    )
+
+
+def _opencl_cpus(host_info: etree._Element | None) -> tuple[OpenclVersion, ...]:
+    if host_info is None:
+        return ()
+    found = (each.find("opencl_cpu_info") for each in _first(host_info, "opencl_cpu_prop", MAX_COPROCS))
+    return tuple(_opencl_version(each) for each in found if each is not None)
+
+
+def _opencl_version(element: etree._Element | None) -> OpenclVersion:
+    """From texts such as `OpenCL 1.2 AMD-APP (1084.4)`, as BOINC's lib/opencl_boinc.cpp reads them."""
+    text = "" if element is None else _text(_fields(element), "opencl_device_version")
+    version = re.match(r"OpenCL (\d{1,3})\.(\d{1,3})", text)
+    revision = re.search(r"\((\d{1,7}(?:\.\d{1,7})?)[^(]*$", text)
+    return OpenclVersion(
+        version=100 * int(version[1]) + int(version[2]) if version else 0,
+        revision=round(100 * float(revision[1])) if revision else 0,
     )
 
 

@@ -1,8 +1,9 @@
 """Which application versions a host can run, how fast, and on which of its processors. Pure.
 
 Sources: BOINC `sched/sched_version.cpp` (choice and speed of a version), `sched/plan_class_spec.{h,cpp}` and
-`sched/sched_customize.cpp` (plan classes), `lib/coproc.cpp`. A small part of the plan-class language is known
-here: the processor type follows from the name as on a stock server, and `plan_class_spec.xml` may add limits.
+`sched/sched_customize.cpp` (plan classes), `lib/coproc.cpp`. That part of the plan-class language is known here which
+our own classes use: the processor type follows from the name as on a stock server, and `plan_class_spec.xml` may add
+limits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from lxml import etree
 
-from boinc_project.server.messages import Coprocessor, SchedulerRequest, clamped
+from boinc_project.server.messages import Coprocessor, OpenclVersion, SchedulerRequest, clamped
 
 Row = Mapping[str, Any]
 
@@ -26,7 +27,7 @@ UNMEASURED_FPOPS, ASSUMED_FPOPS = 1e9, 4.3e9
 CPU_FLOPS_RANGE = (1e8, 1e12)
 GPU_FLOPS_RANGE = (1e9, 1e15)
 
-#: Share of a GPU's claimed peak that real applications reach, on average.
+#: Share of a GPU's claimed peak that real applications reach, on average; a plan class may say otherwise.
 GPU_EFFICIENCY = 0.1
 
 #: Completed jobs after which the measured speed of a host with a version replaces the claimed one.
@@ -48,6 +49,13 @@ class PlanClass:
     max_threads: int = 1
     min_ncpus: int = 0
     flops_scale: float = 1.0
+    gpu_flops_scale: float = GPU_EFFICIENCY  # share of a GPU's claimed peak
+    # Ranges from the lowest to the highest that will do.
+    opencl_version: tuple[int, int] = (0, 0)  # 100 * major + minor; passes where the host does not say
+    opencl_revision: tuple[int, int] = (0, 0)
+    cal_target: tuple[int, int] = (0, 0)
+    cuda_version: tuple[int, int] = (0, 0)
+    compute_capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,8 @@ def _full(version: int) -> int:
 def plan_class_by_name(name: str) -> PlanClass:
     """What a stock server and client conclude from the name of a plan class (facts that projects rely on).
 
-    `cuda` or `nvidia` means NVIDIA; `ati` or `amd` means AMD, even inside other words; `intel_gpu` Intel.
+    `cuda` or `nvidia` means NVIDIA; `ati` or `amd` means AMD, even inside other words; `intel_gpu` Intel; anything
+    else a processor, with an OpenCL driver for it if `opencl` occurs.
     """
     lowered = name.lower()
     opencl = "opencl" in lowered
@@ -128,7 +137,7 @@ def plan_class_by_name(name: str) -> PlanClass:
         return PlanClass(name=name, gpu_type="intel_gpu", needs_opencl=opencl)
     if lowered.startswith("mt") or "_mt" in lowered:
         return PlanClass(name=name, max_threads=64)
-    return PlanClass(name=name)
+    return PlanClass(name=name, needs_opencl=opencl)
 
 
 def read_plan_classes(path: Path) -> dict[str, PlanClass]:
@@ -156,6 +165,9 @@ def _read_plan_class(element: etree._Element) -> PlanClass:
     def number(tag: str, default: float) -> float:
         return clamped(element.findtext(tag), default)
 
+    def between(tag: str) -> tuple[int, int]:
+        return int(number(f"min_{tag}", 0)), int(number(f"max_{tag}", 0))
+
     return PlanClass(
         name=name,
         gpu_type=gpu_type or by_name.gpu_type,
@@ -168,6 +180,12 @@ def _read_plan_class(element: etree._Element) -> PlanClass:
         max_threads=int(number("max_threads", by_name.max_threads)),
         min_ncpus=int(number("min_ncpus", 0)),
         flops_scale=number("projected_flops_scale", 1) or 1.0,
+        gpu_flops_scale=number("gpu_peak_flops_scale", GPU_EFFICIENCY) or GPU_EFFICIENCY,
+        opencl_version=between("opencl_version"),
+        opencl_revision=between("opencl_driver_revision"),
+        cal_target=between("cal_target"),
+        cuda_version=between("cuda_version"),
+        compute_capability=between("nvidia_compcap"),
     )
 
 
@@ -176,6 +194,8 @@ def _usable(row: Row, plan: PlanClass, request: SchedulerRequest, speed: Row | N
         return _usable_on_gpu(row, plan, request, speed)
     threads = float(max(1, min(plan.max_threads, request.host.p_ncpus)))
     if request.host.p_ncpus < plan.min_ncpus:
+        return None
+    if plan.needs_opencl and not any(_has_opencl(each, plan) for each in request.opencl_cpus):
         return None
     flops = cpu_flops(request.host.p_fpops) * threads * plan.flops_scale
     flops = _measured(speed) or flops
@@ -186,7 +206,7 @@ def _usable_on_gpu(row: Row, plan: PlanClass, request: SchedulerRequest, speed: 
     coproc = next((each for each in request.coprocs if each.type == plan.gpu_type), None)
     if coproc is None or coproc.count < 1 or not _has_what_it_needs(coproc, plan):
         return None
-    flops = _measured(speed) or gpu_flops(coproc.peak_flops) * GPU_EFFICIENCY * plan.flops_scale
+    flops = _measured(speed) or gpu_flops(coproc.peak_flops) * plan.gpu_flops_scale * plan.flops_scale
     return UsableVersion(
         row=row,
         resource=plan.gpu_type,
@@ -202,7 +222,24 @@ def _has_what_it_needs(coproc: Coprocessor, plan: PlanClass) -> bool:
         and (coproc.has_cuda or not plan.needs_cuda)
         and (coproc.has_cal or not plan.needs_cal)
         and coproc.memory_bytes >= plan.min_gpu_ram
+        and (_has_opencl(coproc.opencl, plan) or not plan.needs_opencl)
+        and _within(coproc.cal_target, plan.cal_target)
+        and _within(coproc.cuda_version, plan.cuda_version)
+        and _within(coproc.compute_capability, plan.compute_capability)
     )
+
+
+def _has_opencl(given: OpenclVersion, plan: PlanClass) -> bool:
+    """A device whose version is unknown passes, as on a stock server."""
+    return not given.version or (
+        _within(given.version, plan.opencl_version) and _within(given.revision, plan.opencl_revision)
+    )
+
+
+def _within(value: int, limits: tuple[int, int]) -> bool:
+    """Whether a value lies between two limits; 0 is no limit."""
+    lowest, highest = limits
+    return value >= lowest and (not highest or value <= highest)
 
 
 def cpu_flops(claimed: float) -> float:
