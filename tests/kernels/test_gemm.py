@@ -138,3 +138,33 @@ def test_long_sums_of_few_results_are_the_same_every_time(device: str) -> None:
         made = run(device, arrays, build)
         assert_close(made["c"], arrays["a"], arrays["b"])
         np.testing.assert_array_equal(made["c"], made["again"])
+
+
+@pytest.mark.parametrize("device", ["pocl", "pocl_gpu"])
+def test_operands_too_large_to_be_packed_at_once_are_packed_in_parts(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(4)
+    backend = open_device(device)
+    bound = 64 << 10
+    for batch, m, n, k in ((1, 300, 100, 130), (1, 100, 300, 130), (6, 70, 40, 130)):
+        a, b = rng.standard_normal((batch, m, k), np.float32), rng.standard_normal((batch, k, n), np.float32)
+        whole = run(device, {"a": a, "b": b}, _one_bmm)["c"]
+        builder = GraphBuilder()
+        values = {name: builder.input(name, "constant", "float32", x.shape) for name, x in (("a", a), ("b", b))}
+        _one_bmm(builder, values)
+        with monkeypatch.context() as patch:
+            patch.setattr(matrix, "PANEL_BYTES", bound)
+            program = backend.program(builder.build(), verify=True)
+        plan = program.plan  # type: ignore[attr-defined]
+        written = {each for launch in plan.launches for each in launch.storages()[1]} - {
+            each for each in plan.storages if each.number in plan.outputs.values()
+        }
+        assert max((each.nbytes for each in written), default=0) <= bound * 5 // 4  # zeros fill the last panel
+        made = program.run({"a": backend.from_numpy(a), "b": backend.from_numpy(b)})
+        assert_close(backend.to_numpy(made["c"]), a, b)
+        np.testing.assert_allclose(backend.to_numpy(made["c"]), whole, rtol=1e-4, atol=1e-4)
+
+
+def _one_bmm(builder: GraphBuilder, values: dict[str, int]) -> None:
+    builder.output("c", "metric", builder.node("bmm", [values["a"], values["b"]])[0])

@@ -38,6 +38,7 @@ class Panels:
 Operand = Union[View, Panels]
 
 GROUP_WORK = 200_000  # multiply-adds of a work-group, on CPUs: some microseconds
+PANEL_BYTES = 128 << 20  # of a packed operand: a larger one is packed in parts
 CACHED_FLOATS = 64 << 10  # what stays in the second-level cache of a CPU
 
 
@@ -80,7 +81,45 @@ def multiply(emit: Emitter, a: View, b: View, c: View, bias: View | None = None)
         _row_product(emit, a, right, c, bias)
     else:
         wanted = Product(c.shape[0], a.shape[2], side(emit.device, a), side(emit.device, right))
-        product(emit, a, right, c, bias, choose(emit.device, wanted))
+        recipe = choose(emit.device, wanted)
+        cut = None if _fits(emit.device, wanted, recipe) else _cut(a, right, c)
+        if cut is None:
+            product(emit, a, right, c, bias, recipe)
+            return
+        axis, half = cut
+        for part in (range(half), range(half, c.shape[axis])):
+            multiply(
+                emit,
+                a if axis == 2 or a.shape[axis] == 1 else _part(a, axis, part),
+                b if axis == 1 or b.shape[axis] == 1 else _part(b, axis, part),
+                _part(c, axis, part),
+                None if bias is None else _part(bias, axis, part),
+            )
+
+
+def _fits(device: DeviceFacts, wanted: Product, recipe: Recipe) -> bool:
+    """Whether packed operands are of a size that may be taken from the device's memory in passing."""
+    seen = wanted.turned() if recipe.turned else wanted
+    packed = ((seen.left, recipe.pack_a), (seen.right, recipe.pack_b))
+    most = max((each.batches * each.rows * wanted.k for each, packs in packed if packs), default=0)
+    return 4 * most <= min(PANEL_BYTES, device.max_allocation // 4)
+
+
+def _cut(a: View, right: View, c: View) -> tuple[int, int] | None:
+    """The axis of c along which the larger packed operand is halved, and where; None if it cannot be."""
+    if max(_batches(a), _batches(right)) > 1:
+        plain = all(_batches(each) in (1, c.shape[0]) for each in (a, right))
+        return (0, c.shape[0] // 2) if plain else None
+    axis = 1 if a.shape[1] >= right.shape[1] else 2
+    half = c.shape[axis] // 2
+    half += -half % 64
+    return (axis, half) if half < c.shape[axis] else None
+
+
+def _part(x: View, axis: int, part: range) -> View:
+    """x[.., part, ..] along one axis."""
+    shape = (*x.shape[:axis], len(part), *x.shape[axis + 1 :])
+    return View(x.storage, shape, x.strides, x.offset + part.start * x.strides[axis])
 
 
 def side(device: DeviceFacts, x: View) -> Side:
