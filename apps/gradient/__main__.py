@@ -35,7 +35,7 @@ EXIT_NOT_FINITE = 12  # the loss became NaN or infinite
 EXIT_COMPUTE = 13  # an operator failed
 EXIT_USAGE = 14  # unknown option
 
-DEVICE_LOST_DELAY_S = 600  # before the next start of a task whose device was lost again and again
+DEVICE_LOST_DELAY_S = 600  # before the next start of a task whose device is not there, or was lost again and again
 
 # Environment variables that BLAS and OpenMP libraries read once, when they are loaded.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -72,7 +72,7 @@ def compute(boinc: Boinc) -> int:
     for variable in THREAD_VARIABLES:
         os.environ[variable] = str(threads)
 
-    from apps.gradient.backends.backend import DeviceLost
+    from apps.gradient.backends.backend import DeviceLost, DeviceNotFound
     from apps.gradient.executor import ExecutionError
     from apps.gradient.runner import NotFinite
     from boinc_project.contract.errors import ContractError, UnfitHost
@@ -83,7 +83,7 @@ def compute(boinc: Boinc) -> int:
         boinc.finish(EXIT_NOT_FINITE, f"the loss is not a number: {error}")
     except (UnfitHost, MemoryError) as error:
         boinc.finish(EXIT_UNFIT_HOST, f"this computer cannot do this task: {error or 'out of memory'}")
-    except DeviceLost as error:
+    except (DeviceLost, DeviceNotFound) as error:
         boinc.temporary_exit(DEVICE_LOST_DELAY_S, str(error))
     except ExecutionError as error:
         boinc.finish(EXIT_COMPUTE, f"computing failed: {error}")
@@ -123,7 +123,7 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
 
     recovery = Recovery(
         loaded=loaded,
-        opened=lambda: open_backend(backend_name, threads),
+        opened=lambda: open_backend(backend_name, threads, boinc.init),
         restore=lambda run: _restore(boinc, store, run),
         log=boinc.log,
         timings=timings,

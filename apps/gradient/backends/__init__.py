@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 
 from apps.gradient.backends.backend import Backend, Call, Kernel, OutOfRange, Prepare, Program, Tensor
+from apps.gradient.boinc_messages import InitData
 from boinc_project.contract.errors import UnfitHost
 
 __all__ = ["BACKEND_MODULES", "Backend", "Call", "Kernel", "OutOfRange", "Prepare", "Program", "Tensor", "open_backend"]
@@ -20,10 +21,12 @@ BACKEND_MODULES = {
 }
 
 
-def open_backend(name: str, threads: int = 1, device: str | None = None) -> Backend:
-    """Open a backend on a device (None: its default) with so many CPU threads.
+def open_backend(name: str, threads: int = 1, device: str | InitData | None = None) -> Backend:
+    """Open a backend with so many CPU threads on a device: by name, the one that BOINC's client reserved for a task
+    (its init data), or the backend's default (None).
 
-    Raises ValueError for an unknown name and UnfitHost where the library or the device is missing.
+    Raises ValueError for an unknown name, UnfitHost where the library or the device is missing, DeviceNotFound where
+    the reserved device is not there now.
     """
     if name not in BACKEND_MODULES:
         raise ValueError(f"there is no backend {name!r}; choose one of {', '.join(BACKEND_MODULES)}")

@@ -55,6 +55,10 @@ class DeviceLost(Exception):
     """The device stopped working in the middle (its driver was reset, or it went away); a fresh start may work."""
 
 
+class DeviceNotFound(Exception):
+    """The device that the task is meant for is not there now; it may be after a restart of its driver."""
+
+
 class Program(Protocol):
     """A graph prepared for a backend; it may be run any number of times."""
 

@@ -22,6 +22,7 @@ from apps.gradient.backends import (
     numpy_reductions,
 )
 from apps.gradient.backends.backend import Call, Kernel, Prepare, Program
+from apps.gradient.boinc_messages import InitData
 from apps.gradient.executor import Executor
 from boinc_project.contract.errors import UnfitHost
 from boinc_project.contract.graph import Graph
@@ -122,8 +123,8 @@ class NumpyBackend:
         """Nothing to wait for."""
 
 
-def open_backend(threads: int, device: str | None) -> NumpyBackend:
-    """The backend on the CPU; any other device is refused."""
-    if device not in (None, "cpu"):
+def open_backend(threads: int, device: str | InitData | None) -> NumpyBackend:
+    """The backend on the CPU, which is all that a task can mean; any other device is refused by its name."""
+    if isinstance(device, str) and device != "cpu":
         raise UnfitHost(f"the numpy backend runs on the cpu, not on {device!r}")
     return NumpyBackend(threads)

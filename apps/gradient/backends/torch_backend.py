@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from apps.gradient import philox
-from apps.gradient.backends.backend import Call, Kernel, Prepare, Program, out_of_range
+from apps.gradient.backends.backend import Call, DeviceNotFound, Kernel, Prepare, Program, out_of_range
+from apps.gradient.boinc_messages import InitData
 from apps.gradient.executor import ExecutionError, Executor
 from boinc_project.contract.errors import TooLittleMemory, UnfitHost
 from boinc_project.contract.graph import Graph
@@ -689,8 +690,15 @@ def _plain_arithmetic() -> None:
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
 
 
-def open_backend(threads: int, device: str | None) -> TorchBackend:
-    """The backend on `cpu`, `cuda` or `cuda:<number>` (ROCm devices are called cuda too); None takes the best."""
+def open_backend(threads: int, device: str | InitData | None) -> TorchBackend:
+    """The backend on `cpu`, `cuda` or `cuda:<number>` (ROCm devices are called cuda too), or on the device that
+    BOINC's client reserved for a task; None takes the best. Raises UnfitHost, or DeviceNotFound for a task's."""
+    if isinstance(device, InitData):
+        # The client counts the cards of a vendor, as CUDA does when it is told to go by their places on the bus.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        if device.gpu_type and max(0, device.gpu_device_num) >= torch.cuda.device_count():
+            raise DeviceNotFound(f"PyTorch does not show the {device.gpu_type} card {max(0, device.gpu_device_num)}")
+        device = f"cuda:{max(0, device.gpu_device_num)}" if device.gpu_type else "cpu"
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
     match = re.fullmatch(r"cpu|cuda(?::(\d{1,2}))?", wanted)
     if match is None:

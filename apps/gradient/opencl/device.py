@@ -20,6 +20,7 @@ from typing import Any
 
 import pyopencl as cl
 
+from apps.gradient.backends.backend import DeviceNotFound
 from apps.gradient.boinc_messages import InitData
 from apps.gradient.opencl.facts import DeviceFacts
 from boinc_project.contract.errors import UnfitHost
@@ -55,10 +56,6 @@ _LATER_CHIP = re.compile(
 
 class OpenCLMissing(UnfitHost):
     """No OpenCL driver is installed on this computer."""
-
-
-class DeviceNotFound(Exception):
-    """The device that the task is meant for is not there now; it may be after a restart of its driver."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pyopencl as cl
 
 from apps.gradient.backends.backend import Program
+from apps.gradient.boinc_messages import InitData
 from apps.gradient.opencl import (
     convolution,
     elementwise,
@@ -131,7 +132,9 @@ class OpenclBackend:
         self.queue.finish()
 
 
-def open_backend(threads: int, device: str | None) -> OpenclBackend:
-    """The backend on a device named `cpu`, `gpu` or PLATFORM:INDEX; None takes a GPU if there is one."""
-    found = devices.choose(devices.find_devices(), devices.request_of_text(device))
+def open_backend(threads: int, device: str | InitData | None) -> OpenclBackend:
+    """The backend on a device named `cpu`, `gpu` or PLATFORM:INDEX, or on the one that BOINC's client reserved for a
+    task; None takes a GPU if there is one. Raises DeviceNotFound."""
+    request = devices.request_of_task(device) if isinstance(device, InitData) else devices.request_of_text(device)
+    found = devices.choose(devices.find_devices(), request)
     return OpenclBackend(found.handle, devices.facts(found))
