@@ -295,5 +295,4 @@ OPS: Mapping[str, Lower] = {
     "index_select": index_select,
     "embedding": embedding,
     "embedding_dense_backward": embedding_dense_backward,
-    **sorting.OPS,
 }

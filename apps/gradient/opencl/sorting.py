@@ -14,7 +14,7 @@ SMALL, SMALL_BLOCK, BLOCK = 1 << 16, 128, 32
 
 
 def sorted_rows(emit: Emitter, x: View, keep: int, descending: bool = False) -> tuple[View, View]:
-    """The first `keep` of the sorted rows of x [M, n], dense: values and the places (int32) they came from, [M, keep]."""
+    """The first `keep` of the sorted rows of x [M, n], dense: values and the places (int32) that they came from."""
     rows, length = x.shape
     block = SMALL_BLOCK if x.numel <= SMALL else BLOCK
     defines: dict[str, Define] = {"T": C_TYPES[x.dtype], "DESCENDING": int(descending), "BLOCK": block}
