@@ -15,6 +15,7 @@ def tune(device: str | None) -> None:
     """Measure the OpenCL device: its peak of multiply-adds, and the share of it that each tile of a matrix product
     reaches. The app measures the same once and remembers it; this command only shows it."""
     try:
+        from apps.gradient.backends.backend import DeviceNotFound
         from apps.gradient.opencl import device as devices
         from apps.gradient.opencl.opencl_backend import OpenclBackend
         from apps.gradient.opencl.programs import BuildFailed
@@ -29,7 +30,7 @@ def tune(device: str | None) -> None:
         backend = OpenclBackend(found.handle, devices.facts(found))
         console.print(f"{found.name} ({found.platform_name}, driver {found.driver})", highlight=False)
         made = measure(backend.facts, backend.pool, backend.programs)
-    except (UnfitHost, devices.DeviceNotFound, BuildFailed, ValueError) as error:
+    except (UnfitHost, DeviceNotFound, BuildFailed, ValueError) as error:
         raise Mistake(str(error)) from error
     shown = table("tile", "GFLOPS", "% of the peak")
     for tile, rate, share in zip(made.tiles, made.rates, made.shares, strict=True):

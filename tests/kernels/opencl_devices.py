@@ -23,13 +23,14 @@ def open_device(name: str):  # type: ignore[no-untyped-def]
     """The backend on one of DEVICES."""
     os.environ.setdefault("RUSTICL_ENABLE", "llvmpipe")  # read when the first platform is asked for
     pytest.importorskip("pyopencl", reason="pyopencl is not installed")
+    from apps.gradient.backends.backend import DeviceNotFound
     from apps.gradient.opencl import device as devices
     from apps.gradient.opencl.opencl_backend import OpenclBackend
 
     platform = "rusticl" if name == "rusticl" else "Portable"
     try:
         found = devices.choose(devices.find_devices(), devices.request_of_text(f"{platform}:0"))
-    except (devices.OpenCLMissing, devices.DeviceNotFound) as error:
+    except (devices.OpenCLMissing, DeviceNotFound) as error:
         pytest.skip(f"the OpenCL driver for {name} is not installed: {error}")
     facts = devices.facts(found)
     if name != "pocl":
