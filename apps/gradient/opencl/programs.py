@@ -77,7 +77,9 @@ class Programs:
         self._programs: dict[tuple[Source, tuple[str, ...]], Any] = {}
         keeps = facts.platform in KEEP_BUILDS_THEMSELVES
         self._cache = None if cache_folder is None or keeps else Cache(cache_folder)
-        self._identity = (facts.name, facts.vendor, facts.platform, facts.driver, *_versions(device))
+        careful_word = (CAREFUL_OPTION,) if careful else ()
+        #: Device, driver and way of building: what a result that is remembered holds for.
+        self.identity = (facts.name, facts.vendor, facts.platform, facts.driver, *_versions(device), *careful_word)
 
     def kernel(self, source: Source, name: str, defines: Defines = ()) -> Any:
         """A new kernel object, whose arguments nobody else sets. Raises BuildFailed."""
@@ -96,7 +98,7 @@ class Programs:
         text = f"{kernel_text(source.file)}\n{source.text}" if source.text else kernel_text(source.file)
         if self._cache is None:
             return self._build(source, text, options)
-        key = cache_key(self._identity, text, (*options, str(self._careful)))
+        key = cache_key(self.identity, text, options)
         binary = self._cache.read(key)
         if binary is not None:
             with contextlib.suppress(cl.Error):
@@ -243,7 +245,7 @@ def prune(folder: Path, limit: int, deep: bool = False) -> None:
     """
     now = time.time()
     found: list[tuple[float, int, str]] = []
-    for path in folder.rglob("*") if deep else folder.glob("program-*"):
+    for path in folder.rglob("*") if deep else folder.glob("*"):
         with contextlib.suppress(OSError):
             facts = path.stat()
             if not path.is_file():
