@@ -59,7 +59,7 @@ def export(job_toml: Path, output: Path | None) -> None:
 
 @click.command()
 @click.argument("job_toml", type=click.Path(path_type=Path))
-@click.option("--backend", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True)
+@click.option("--backend", type=click.Choice(["numpy", "torch", "opencl"]), default="numpy", show_default=True)
 @click.option("--nthreads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads that compute.")
 @click.option("--slot", default=0, show_default=True, help="Which microtask of version 0.")
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Folder in which the files stay.")
