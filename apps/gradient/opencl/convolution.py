@@ -177,7 +177,7 @@ def _forward(emit: Emitter, x: View, w: View, g: Geometry, bias: View | None) ->
             "windows",
             sizes,
             [Read(_samples(x, samples)), g.group_channels, *g.numbers(), positions.start, length, Write(panels)],
-            defines={"T": height},
+            defines={"T": height, "COPIES": int(not emit.device.group_form)},
             local_size=plain_range(emit.device, sizes),
             split=0,
         )
@@ -188,7 +188,9 @@ def _forward(emit: Emitter, x: View, w: View, g: Geometry, bias: View | None) ->
 
 
 def _weight_gradient(emit: Emitter, grad: View, x: View, g: Geometry) -> View:
-    """[O, K], from the gradient of y."""
+    """[G, O / G, K], from the gradient of y."""
+    if g.thin and g.batch:
+        return _thin_weight(emit, grad, x, g)
     shape = (g.groups, g.group_features, g.window)
     made: View | None = None
     for samples, positions in _chunks(emit.device, g) if g.batch else ():
@@ -200,23 +202,35 @@ def _weight_gradient(emit: Emitter, grad: View, x: View, g: Geometry) -> View:
             (g.group_features * g.positions, g.positions, g.features * g.positions, 1),
             grad.offset + samples.start * g.features * g.positions + positions.start,
         )
+        summed = emit.fresh("float32", shape)
+        if g.pointwise:
+            x_GCNL = View(
+                x.storage,
+                (g.groups, g.window, len(samples), length),
+                (g.window * g.positions, g.positions, g.channels * g.positions, 1),
+                x.offset + samples.start * g.channels * g.positions + positions.start,
+            )
+            wanted = Product(g.groups, k, side(emit.device, grad_GONL), side(emit.device, x_GCNL))
+            product(emit, grad_GONL, x_GCNL, summed, made, choose(emit.device, wanted))
+            made = summed
+            continue
         wanted = Product(g.groups, k, side(emit.device, grad_GONL), Side(g.window, g.groups, 0, 0, ready=True))
         recipe = choose(emit.device, wanted)
         height = recipe.tile.rows if recipe.turned else recipe.tile.columns
         count = -(-g.window // height)
         panels = emit.fresh("float32", (g.groups, count, k, height))
-        sizes = (k, count, g.groups)
+        vector = _vector(emit.device, g)
+        sizes = (-(-k // vector), count, g.groups)
         walk: list[Argument] = [g.group_channels, *g.numbers(), positions.start, length, g.groups, len(samples)]
         emit.launch(
             "im2col.cl",
             "windows_turned",
             sizes,
             [Read(_samples(x, samples)), *walk, Write(panels)],
-            defines={"T": height},
+            defines={"T": height, "UNIT": int(g.stride[2] == 1), "VW": vector},
             local_size=plain_range(emit.device, sizes),
             split=0,
         )
-        summed = emit.fresh("float32", shape)
         product(emit, grad_GONL, Panels(panels, g.window, k), summed, made, recipe)
         made = summed
     return emit.dense(emit.number(0.0, "float32", shape)) if made is None else made
@@ -292,31 +306,56 @@ def _columns(
             return
     columns = emit.fresh("float32", (batch, g.window, g.positions))
     multiply(emit, w_GKO, grad_BOL, columns)
-    sizes = (g.size[2], g.group_channels * g.size[0] * g.size[1], batch)
+    vector = _vector(emit.device, g)
+    sizes = (-(-g.size[2] // vector), g.group_channels * g.size[0] * g.size[1], batch)
     given: list[Argument] = [] if bias is None else [Read(emit.dense(bias))]
     emit.launch(
         "im2col.cl",
         "columns_added",
         sizes,
         [Read(columns), g.group_channels, *g.numbers(), g.groups, *given, Write(made)],
-        defines={"BIAS": int(bias is not None)},
+        defines={"BIAS": int(bias is not None), "UNIT": int(g.stride[2] == 1), "VW": vector},
         local_size=plain_range(emit.device, sizes),
         split=1,
         flops=batch * g.window * g.positions,
     )
 
 
+def _vector(device: DeviceFacts, g: Geometry) -> int:
+    """Neighbours along the last axis that one item makes."""
+    return device.vector_width if g.stride[2] == 1 and not device.group_form else 1
+
+
+def _thin_weight(emit: Emitter, grad: View, x: View, g: Geometry) -> View:
+    """The weight gradient without matrices: each sample's, and their sum."""
+    made = emit.fresh("float32", (g.batch, g.features, g.taps))
+    sizes = (g.taps, g.features, g.batch)
+    emit.launch(
+        "depthwise.cl",
+        "depthwise_weight",
+        sizes,
+        [Read(x), Read(grad), g.groups, g.group_features, *g.numbers(), g.batch, Write(made)],
+        defines={"BIAS": 0, "UNIT": int(g.stride[2] == 1), "VW": _vector(emit.device, g)},
+        local_size=plain_range(emit.device, sizes),
+        split=2,
+        flops=2 * g.batch * g.features * g.positions * g.taps,
+    )
+    return total(emit, made, (0,))
+
+
 def _thin(
     emit: Emitter, kernel: str, x: View, w: View, g: Geometry, bias: View | None, out: View, sizes: Sequence[int]
 ) -> None:
-    """A kernel of depthwise.cl."""
+    """A kernel of depthwise.cl; `sizes` are those of what it makes."""
+    vector = _vector(emit.device, g)
+    sizes = (-(-sizes[0] // vector), *sizes[1:])
     given: list[Argument] = [] if bias is None else [Read(emit.dense(bias))]
     emit.launch(
         "depthwise.cl",
         kernel,
         sizes,
         [Read(x), Read(w), *given, g.groups, g.group_features, *g.numbers(), Write(out)],
-        defines={"BIAS": int(bias is not None)},
+        defines={"BIAS": int(bias is not None), "UNIT": int(g.stride[2] == 1), "VW": vector},
         local_size=plain_range(emit.device, sizes),
         split=1,
         flops=2 * g.batch * g.features * g.positions * g.taps,
