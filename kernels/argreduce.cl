@@ -13,7 +13,7 @@
    T            element type: float, int or long
    IS_FLOAT     1 if T is float
    SMALLEST     1: argmin
-   LANES, ROWS  shape of a group
+   LANES, ROWS  shape of a group; where LANES is defined, the file has the group form only
    OUT          type of the indices: int for candidates, long for the result */
 
 #ifndef T
@@ -28,12 +28,6 @@
 #endif
 #ifndef OUT
 #define OUT long
-#endif
-#ifndef LANES
-#define LANES 64
-#endif
-#ifndef ROWS
-#define ROWS 1
 #endif
 
 #if SMALLEST
@@ -68,6 +62,8 @@ static inline int search(__global const T *p, int first, int last, int step, int
     return best;
 }
 
+#ifndef LANES
+
 __kernel void arg_rows_item(__global const T *x, int x_at, __global OUT *found, int found_at, int rows, int length,
                             int segment, int segments)
 {
@@ -76,35 +72,6 @@ __kernel void arg_rows_item(__global const T *x, int x_at, __global OUT *found, 
         return;
     const int first = part * segment, last = min(length, first + segment);
     found[found_at + row * segments + part] = search(x + x_at + row * length, first, last, 1, 1);
-}
-
-__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
-void arg_rows_group(__global const T *x, int x_at, __global OUT *found, int found_at, int rows, int length, int segment,
-                    int segments)
-{
-    __local T values[LANES * ROWS];
-    __local int places[LANES * ROWS];
-    const int lane = (int)get_local_id(0), row = (int)get_global_id(1), part = (int)get_global_id(2);
-    const int mine = (int)get_local_id(1) * LANES + lane;
-    const int first = part * segment, last = min(length, first + segment);
-    __global const T *p = x + x_at + min(row, rows - 1) * length;
-    const int best = search(p, min(first + lane, last - 1), last, LANES, 1);
-    values[mine] = p[best];
-    places[mine] = best;
-#pragma unroll 1
-    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lane < half_way) {
-            const T one = values[mine], other = values[mine + half_way];
-            const int here = places[mine], there = places[mine + half_way];
-            if (beats(other, one) || (!beats(one, other) && there < here)) {
-                values[mine] = other;
-                places[mine] = there;
-            }
-        }
-    }
-    if (lane == 0 && row < rows)
-        found[found_at + row * segments + part] = places[mine];
 }
 
 __kernel void arg_columns(__global const T *x, int x_at, __global OUT *found, int found_at, int columns, int outer,
@@ -136,3 +103,36 @@ __kernel void arg_segments(__global const T *x, int x_at, __global const int *fo
     }
     out[out_at + row] = best;
 }
+
+#else
+
+__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
+void arg_rows_group(__global const T *x, int x_at, __global OUT *found, int found_at, int rows, int length, int segment,
+                    int segments)
+{
+    __local T values[LANES * ROWS];
+    __local int places[LANES * ROWS];
+    const int lane = (int)get_local_id(0), row = (int)get_global_id(1), part = (int)get_global_id(2);
+    const int mine = (int)get_local_id(1) * LANES + lane;
+    const int first = part * segment, last = min(length, first + segment);
+    __global const T *p = x + x_at + min(row, rows - 1) * length;
+    const int best = search(p, min(first + lane, last - 1), last, LANES, 1);
+    values[mine] = p[best];
+    places[mine] = best;
+#pragma unroll 1
+    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < half_way) {
+            const T one = values[mine], other = values[mine + half_way];
+            const int here = places[mine], there = places[mine + half_way];
+            if (beats(other, one) || (!beats(one, other) && there < here)) {
+                values[mine] = other;
+                places[mine] = there;
+            }
+        }
+    }
+    if (lane == 0 && row < rows)
+        found[found_at + row * segments + part] = places[mine];
+}
+
+#endif

@@ -1,31 +1,22 @@
-/* Normalisation: layer norm whole; of group and batch norm the sums, whose results elementwise chains then apply.
+/* Normalisation forward: layer norm whole; of group and batch norm the statistics, which elementwise chains then apply.
 
-       hat = (x - mean) rstd                 rstd = 1 / sqrt(variance + eps), variance = mean of (x - mean)^2
-       out = hat w + b
-       grad_x = rstd (gw - mean(gw) - hat mean(gw hat)),  gw = grad w
-       grad_w = sum of grad hat,  grad_b = sum of grad, over all but the channels
+       out = (x - mean) rstd w + b         rstd = 1 / sqrt(variance + eps), variance = mean of (x - mean)^2
 
-       rows [M, D] of a layer norm; [N, C, L] of a group or batch norm: N batch, C channels, L positions
+       rows [M, D] of a layer norm; rows [N, C, L] of a group or batch norm: N batch, C channels, L positions
 
-   layer_norm_item, _group             out, mean [M] and rstd [M] of rows [M, D]
-   layer_norm_backward_item, _group    grad_x
-   moments_item, _group                mean and M2 (the sum of squared distances from it) of each row; what rounding
-                                       and a GPU's division did to the mean is measured and put right
-   moments_merge                       mean and M2 of columns, from those of their parts (Chan, Golub, LeVeque 1979)
-   norm_sums_item, _group              sums of grad and of grad hat over each row of L
-   norm_sums_columns                   the same over columns of [M, D]
-   norm_coefficients                   what an elementwise chain needs to make grad_x of those sums
-   batch_norm_finish                   invstd and the new running statistics, from M2
+   layer_norm_item, _group   out, mean [M] and rstd [M] of rows [M, D]
+   moments_item, _group      mean and M2 (the sum of squared distances from it) of each row
+   moments_merge             mean and M2 of columns, from those of their parts (Chan, Golub, LeVeque 1979)
+   batch_norm_finish         invstd and the new running statistics, from M2
 
    In the _item forms an item owns a row, VW elements at a time; in the _group forms LANES items do, ROWS rows in a
-   group. Assumed: dense tensors; local size (LANES, ROWS, 1) in the group forms; VW divides columns where items lie
-   along them; LANES a power of two.
+   group. Assumed: dense tensors; local size (LANES, ROWS, 1) in the group forms; LANES a power of two. Row forms with
+   VW > 1 read vectors from any place; a device that cannot is given rows that start at multiples of VW.
 
    WEIGHTED, BIASED  1: there are w, b
    LEAF              1, moments_merge: the parts are single elements, so M2 is 0
-   BY_ROW            1, norm_sums_columns: mean and rstd [M] belong to rows (layer norm), else to columns [D]
-   VW, LANES, ROWS   as above
-   NV                vectors of an item of norm_sums_columns: several on processors, whose caches want whole lines */
+   VW                elements that an item handles at once: 1, 2, 4, 8 or 16
+   LANES, ROWS       shape of a group; where LANES is defined, the file has the group forms only */
 
 #ifndef WEIGHTED
 #define WEIGHTED 1
@@ -36,21 +27,11 @@
 #ifndef LEAF
 #define LEAF 0
 #endif
-#ifndef BY_ROW
-#define BY_ROW 1
-#endif
 #ifndef VW
 #define VW 1
 #endif
-#ifndef NV
-#define NV 1
-#endif
-#ifndef LANES
-#define LANES 64
-#endif
-#ifndef ROWS
-#define ROWS 1
-#endif
+
+#define CHAIN 64 /* additions in one chain, before its sum is added to another: rounding errors stay few */
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -76,8 +57,6 @@ typedef JOIN(float, VW) real;
 #endif
 #endif
 
-#define CHAIN 64 /* additions in one chain, before its sum is added to another: rounding errors stay few */
-
 #if WEIGHTED
 #define BY_WEIGHT(x, load, i) ((x) * load(w + w_at + (i)))
 #else
@@ -89,6 +68,10 @@ typedef JOIN(float, VW) real;
 #define PLUS_BIAS(x, load, i) (x)
 #endif
 #define ONE(p) (*(p))
+
+/* A mean that is off by more than 2^-22 of the deviation is put right: divisions are rough on GPUs. A smaller distance is
+   what rounding made of the distances themselves. */
+#define CORRECTED(about, off, variance) ((off) * (off) > 5.7e-14f * (variance) ? (about) + (off) : (about))
 
 /* A variance that rounding made negative is 0; NaN stays NaN. */
 #define RSTD(variance) (1.0f / sqrt(((variance) < 0.0f ? 0.0f : (variance)) + eps))
@@ -143,23 +126,7 @@ static inline float2 distances_along(__global const float *x, float mean, int fi
     return sums;
 }
 
-/* The sum over a row's lanes in a fixed order; all items of the group come here. */
-static inline float sum_of_lanes(float value, __local float *shared, int lane, int mine)
-{
-    shared[mine] = value;
-#pragma unroll 1
-    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lane < half_way)
-            shared[mine] += shared[mine + half_way];
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const float all = shared[mine - lane];
-    barrier(CLK_LOCAL_MEM_FENCE);
-    return all;
-}
-
-/* Layer norm. */
+#ifndef LANES
 
 __kernel void layer_norm_item(__global const float *x, int x_at, __global const float *w, int w_at,
                               __global const float *b, int b_at, __global float *out, int out_at,
@@ -174,7 +141,7 @@ __kernel void layer_norm_item(__global const float *x, int x_at, __global const 
     const int whole = length / VW * VW;
     const float about = sum_along(from, 0, whole, length, VW) / (float)length;
     const float2 sums = distances_along(from, about, 0, whole, length, VW) / (float)length;
-    const float mean = about + sums.y, rstd = RSTD(sums.x - sums.y * sums.y);
+    const float mean = CORRECTED(about, sums.y, sums.x), rstd = RSTD(sums.x - sums.y * sums.y);
     for (int i = 0; i < whole; i += VW)
         STORE(PLUS_BIAS(BY_WEIGHT((LOAD(from + i) - mean) * rstd, LOAD, i), LOAD, i), to + i);
     for (int i = whole; i < length; ++i)
@@ -182,128 +149,6 @@ __kernel void layer_norm_item(__global const float *x, int x_at, __global const 
     means[means_at + row] = mean;
     rstds[rstds_at + row] = rstd;
 }
-
-__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
-void layer_norm_group(__global const float *x, int x_at, __global const float *w, int w_at, __global const float *b,
-                      int b_at, __global float *out, int out_at, __global float *means, int means_at,
-                      __global float *rstds, int rstds_at, int rows, int length, float eps)
-{
-    __local float shared[LANES * ROWS];
-    const int lane = (int)get_local_id(0), row = (int)get_global_id(1);
-    const int mine = (int)get_local_id(1) * LANES + lane, start = min(row, rows - 1) * length;
-    __global const float *from = x + x_at + start;
-    __global float *to = out + out_at + start;
-    const int whole = length / VW * VW;
-    const float sum = sum_along(from, lane, whole, length, LANES * VW);
-    const float about = sum_of_lanes(sum, shared, lane, mine) / (float)length;
-    const float2 own = distances_along(from, about, lane, whole, length, LANES * VW);
-    const float squares = sum_of_lanes(own.x, shared, lane, mine) / (float)length;
-    const float off = sum_of_lanes(own.y, shared, lane, mine) / (float)length;
-    const float mean = about + off, rstd = RSTD(squares - off * off);
-    if (row >= rows)
-        return;
-#pragma unroll 1
-    for (int i = lane * VW; i < whole; i += LANES * VW)
-        STORE(PLUS_BIAS(BY_WEIGHT((LOAD(from + i) - mean) * rstd, LOAD, i), LOAD, i), to + i);
-#if VW > 1
-#pragma unroll 1
-    for (int i = whole + lane; i < length; i += LANES)
-        to[i] = PLUS_BIAS(BY_WEIGHT((from[i] - mean) * rstd, ONE, i), ONE, i);
-#endif
-    if (lane == 0) {
-        means[means_at + row] = mean;
-        rstds[rstds_at + row] = rstd;
-    }
-}
-
-/* The two sums of a row that its gradient needs: x of gw, y of gw hat. */
-static inline float2 gradient_sums(__global const float *grad, __global const float *x, __global const float *w,
-                                   int w_at, float mean, float rstd, int first, int whole, int length, int step)
-{
-    real plain = (real)(0.0f), along = (real)(0.0f);
-    int i = first * VW;
-#pragma unroll 1
-    while (i < whole) {
-        const int end = min(whole, i + CHAIN * step);
-        real plain_part = (real)(0.0f), along_part = (real)(0.0f);
-        for (; i < end; i += step) {
-            const real gw = BY_WEIGHT(LOAD(grad + i), LOAD, i);
-            plain_part += gw;
-            along_part += gw * ((LOAD(x + i) - mean) * rstd);
-        }
-        plain += plain_part;
-        along += along_part;
-    }
-    float2 sums = (float2)(SUM(plain), SUM(along));
-#if VW > 1
-#pragma unroll 1
-    for (i = whole + first; i < length; i += step / VW) {
-        const float gw = BY_WEIGHT(grad[i], ONE, i);
-        sums += (float2)(gw, gw * ((x[i] - mean) * rstd));
-    }
-#endif
-    return sums;
-}
-
-/* gw is a variable of its own, so that grad w - plain is no mad: it is exactly 0 where a row has one element. */
-#define INWARD(gw, x) (rstd * (((gw) - plain) - ((x) - mean) * rstd * along))
-
-__kernel void layer_norm_backward_item(__global const float *grad, int grad_at, __global const float *x, int x_at,
-                                       __global const float *means, int means_at, __global const float *rstds,
-                                       int rstds_at, __global const float *w, int w_at, __global float *grad_x,
-                                       int grad_x_at, int rows, int length)
-{
-    const int row = (int)get_global_id(0);
-    if (row >= rows)
-        return;
-    const int start = row * length, whole = length / VW * VW;
-    __global const float *g = grad + grad_at + start, *from = x + x_at + start;
-    __global float *to = grad_x + grad_x_at + start;
-    const float mean = means[means_at + row], rstd = rstds[rstds_at + row];
-    const float2 sums = gradient_sums(g, from, w, w_at, mean, rstd, 0, whole, length, VW);
-    const float plain = sums.x / (float)length, along = sums.y / (float)length;
-    for (int i = 0; i < whole; i += VW) {
-        const real gw = BY_WEIGHT(LOAD(g + i), LOAD, i);
-        STORE(INWARD(gw, LOAD(from + i)), to + i);
-    }
-    for (int i = whole; i < length; ++i) {
-        const float gw = BY_WEIGHT(g[i], ONE, i);
-        to[i] = INWARD(gw, from[i]);
-    }
-}
-
-__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
-void layer_norm_backward_group(__global const float *grad, int grad_at, __global const float *x, int x_at,
-                               __global const float *means, int means_at, __global const float *rstds, int rstds_at,
-                               __global const float *w, int w_at, __global float *grad_x, int grad_x_at, int rows,
-                               int length)
-{
-    __local float shared[LANES * ROWS];
-    const int lane = (int)get_local_id(0), row = (int)get_global_id(1), this_row = min(row, rows - 1);
-    const int mine = (int)get_local_id(1) * LANES + lane, start = this_row * length, whole = length / VW * VW;
-    __global const float *g = grad + grad_at + start, *from = x + x_at + start;
-    __global float *to = grad_x + grad_x_at + start;
-    const float mean = means[means_at + this_row], rstd = rstds[rstds_at + this_row];
-    const float2 sums = gradient_sums(g, from, w, w_at, mean, rstd, lane, whole, length, LANES * VW);
-    const float plain = sum_of_lanes(sums.x, shared, lane, mine) / (float)length;
-    const float along = sum_of_lanes(sums.y, shared, lane, mine) / (float)length;
-    if (row >= rows)
-        return;
-#pragma unroll 1
-    for (int i = lane * VW; i < whole; i += LANES * VW) {
-        const real gw = BY_WEIGHT(LOAD(g + i), LOAD, i);
-        STORE(INWARD(gw, LOAD(from + i)), to + i);
-    }
-#if VW > 1
-#pragma unroll 1
-    for (int i = whole + lane; i < length; i += LANES) {
-        const float gw = BY_WEIGHT(g[i], ONE, i);
-        to[i] = INWARD(gw, from[i]);
-    }
-#endif
-}
-
-/* Moments. */
 
 __kernel void moments_item(__global const float *x, int x_at, __global float *means, int means_at,
                            __global float *squares, int squares_at, int rows, int length)
@@ -315,28 +160,9 @@ __kernel void moments_item(__global const float *x, int x_at, __global float *me
     const int whole = length / VW * VW;
     const float about = sum_along(from, 0, whole, length, VW) / (float)length;
     const float2 sums = distances_along(from, about, 0, whole, length, VW);
-    means[means_at + row] = about + sums.y / (float)length;
-    squares[squares_at + row] = sums.x - sums.y * sums.y / (float)length;
-}
-
-__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
-void moments_group(__global const float *x, int x_at, __global float *means, int means_at, __global float *squares,
-                   int squares_at, int rows, int length)
-{
-    __local float shared[LANES * ROWS];
-    const int lane = (int)get_local_id(0), row = (int)get_global_id(1);
-    const int mine = (int)get_local_id(1) * LANES + lane;
-    __global const float *from = x + x_at + min(row, rows - 1) * length;
-    const int whole = length / VW * VW;
-    const float sum = sum_along(from, lane, whole, length, LANES * VW);
-    const float about = sum_of_lanes(sum, shared, lane, mine) / (float)length;
-    const float2 own = distances_along(from, about, lane, whole, length, LANES * VW);
-    const float all = sum_of_lanes(own.x, shared, lane, mine);
-    const float off = sum_of_lanes(own.y, shared, lane, mine);
-    if (lane == 0 && row < rows) {
-        means[means_at + row] = about + off / (float)length;
-        squares[squares_at + row] = all - off * off / (float)length;
-    }
+    const float off = sums.y / (float)length;
+    means[means_at + row] = CORRECTED(about, off, sums.x / (float)length);
+    squares[squares_at + row] = sums.x - sums.y * off;
 }
 
 /* Parts [P, C] of `each` elements, the last of `last`: segment s has parts s * segment and on; merged [S, C]. */
@@ -357,18 +183,19 @@ __kernel void moments_merge(__global const float *means, int means_at, __global 
         sum += means[part * columns] * (part == parts - 1 ? last : each);
     const float count = (float)(end - first - 1) * each + (end == parts ? last : each);
     const float about = sum / count;
-    float all = 0.0f, off = 0.0f;
+    float all = 0.0f, distances = 0.0f;
 #pragma unroll 1
     for (int part = first; part < end; ++part) {
         const float away = means[part * columns] - about, weighed = away * (part == parts - 1 ? last : each);
-        off += weighed;
+        distances += weighed;
         all += away * weighed;
 #if !LEAF
         all += squares[part * columns];
 #endif
     }
-    merged_means[merged_means_at + s * columns + column] = about + off / count;
-    merged_squares[merged_squares_at + s * columns + column] = all - off * off / count;
+    const float off = distances / count;
+    merged_means[merged_means_at + s * columns + column] = CORRECTED(about, off, all / count);
+    merged_squares[merged_squares_at + s * columns + column] = all - distances * off;
 }
 
 __kernel void batch_norm_finish(__global const float *means, int means_at, __global const float *squares,
@@ -386,115 +213,74 @@ __kernel void batch_norm_finish(__global const float *means, int means_at, __glo
     new_var[new_var_at + c] = kept * running_var[running_var_at + c] + momentum * (variance * unbiased);
 }
 
-/* Sums for gradients: [2, N, C] of grad and of grad hat. Row (n, c) has its mean and rstd at n * stride + c / share.
-   Built with WEIGHTED = 0. */
+#else
 
-__kernel void norm_sums_item(__global const float *grad, int grad_at, __global const float *x, int x_at,
-                             __global const float *means, int means_at, __global const float *rstds, int rstds_at,
-                             __global float *sums, int sums_at, int channels, int batch, int length, int stride,
-                             int share)
+/* The two sums over a row's lanes in a fixed order; all items of the group come here. */
+static inline float2 sums_of_lanes(float2 value, __local float2 *shared, int lane, int mine)
 {
-    const int c = (int)get_global_id(0), n = (int)get_global_id(1);
-    if (c >= channels || n >= batch)
-        return;
-    const int row = n * channels + c, place = n * stride + c / share, whole = length / VW * VW;
-    const float mean = means[means_at + place], rstd = rstds[rstds_at + place];
-    const float2 both = gradient_sums(grad + grad_at + row * length, x + x_at + row * length, x, 0, mean, rstd, 0,
-                                      whole, length, VW);
-    sums[sums_at + row] = both.x;
-    sums[sums_at + batch * channels + row] = both.y;
+    shared[mine] = value;
+#pragma unroll 1
+    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < half_way)
+            shared[mine] += shared[mine + half_way];
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    const float2 all = shared[mine - lane];
+    barrier(CLK_LOCAL_MEM_FENCE);
+    return all;
 }
 
 __kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
-void norm_sums_group(__global const float *grad, int grad_at, __global const float *x, int x_at,
-                     __global const float *means, int means_at, __global const float *rstds, int rstds_at,
-                     __global float *sums, int sums_at, int channels, int batch, int length, int stride, int share)
+void layer_norm_group(__global const float *x, int x_at, __global const float *w, int w_at, __global const float *b,
+                      int b_at, __global float *out, int out_at, __global float *means, int means_at,
+                      __global float *rstds, int rstds_at, int rows, int length, float eps)
 {
-    __local float shared[LANES * ROWS];
-    const int lane = (int)get_local_id(0), n = (int)get_global_id(2);
-    const int c = min((int)get_global_id(1), channels - 1), mine = (int)get_local_id(1) * LANES + lane;
-    const int row = n * channels + c, place = n * stride + c / share, whole = length / VW * VW;
-    const float mean = means[means_at + place], rstd = rstds[rstds_at + place];
-    const float2 own = gradient_sums(grad + grad_at + row * length, x + x_at + row * length, x, 0, mean, rstd, lane,
-                                     whole, length, LANES * VW);
-    const float plain = sum_of_lanes(own.x, shared, lane, mine);
-    const float along = sum_of_lanes(own.y, shared, lane, mine);
-    if (lane == 0 && (int)get_global_id(1) < channels) {
-        sums[sums_at + row] = plain;
-        sums[sums_at + batch * channels + row] = along;
-    }
-}
-
-/* The same for columns of grad and x [M, D], in segments: [2, S, D]. */
-__kernel void norm_sums_columns(__global const float *grad, int grad_at, __global const float *x, int x_at,
-                                __global const float *means, int means_at, __global const float *rstds, int rstds_at,
-                                __global float *sums, int sums_at, int columns, int length, int segment,
-                                int segments)
-{
-    const int column = (int)get_global_id(0) * (VW * NV), s = (int)get_global_id(1);
-    if (column >= columns || s >= segments)
+    __local float2 shared[LANES * ROWS];
+    const int lane = (int)get_local_id(0), row = (int)get_global_id(1);
+    const int mine = (int)get_local_id(1) * LANES + lane, start = min(row, rows - 1) * length;
+    __global const float *from = x + x_at + start;
+    __global float *to = out + out_at + start;
+    const int whole = length / VW * VW;
+    const float2 sum = (float2)(sum_along(from, lane, whole, length, LANES * VW), 0.0f);
+    const float about = sums_of_lanes(sum, shared, lane, mine).x / (float)length;
+    const float2 own = distances_along(from, about, lane, whole, length, LANES * VW);
+    const float2 sums = sums_of_lanes(own, shared, lane, mine) / (float)length;
+    const float mean = CORRECTED(about, sums.y, sums.x), rstd = RSTD(sums.x - sums.y * sums.y);
+    if (row >= rows)
         return;
-    const int end = min(length, (s + 1) * segment);
-    __global const float *g = grad + grad_at + column, *from = x + x_at + column;
-    real plain[NV], along[NV];
-#if !BY_ROW
-    real mean[NV], rstd[NV];
-#endif
-#pragma unroll
-    for (int v = 0; v < NV; ++v) {
-        plain[v] = along[v] = (real)(0.0f);
-#if !BY_ROW
-        mean[v] = LOAD(means + means_at + column + v * VW);
-        rstd[v] = LOAD(rstds + rstds_at + column + v * VW);
-#endif
-    }
-    int row = s * segment;
 #pragma unroll 1
-    while (row < end) {
-        const int stop = min(end, row + CHAIN);
-        real plain_part[NV], along_part[NV];
-#pragma unroll
-        for (int v = 0; v < NV; ++v)
-            plain_part[v] = along_part[v] = (real)(0.0f);
-        for (; row < stop; ++row) {
-#if BY_ROW
-            const float row_mean = means[means_at + row], row_rstd = rstds[rstds_at + row];
+    for (int i = lane * VW; i < whole; i += LANES * VW)
+        STORE(PLUS_BIAS(BY_WEIGHT((LOAD(from + i) - mean) * rstd, LOAD, i), LOAD, i), to + i);
+#if VW > 1
+#pragma unroll 1
+    for (int i = whole + lane; i < length; i += LANES)
+        to[i] = PLUS_BIAS(BY_WEIGHT((from[i] - mean) * rstd, ONE, i), ONE, i);
 #endif
-#pragma unroll
-            for (int v = 0; v < NV; ++v) {
-                const real each = LOAD(g + row * columns + v * VW), value = LOAD(from + row * columns + v * VW);
-                plain_part[v] += each;
-#if BY_ROW
-                along_part[v] += each * ((value - row_mean) * row_rstd);
-#else
-                along_part[v] += each * ((value - mean[v]) * rstd[v]);
-#endif
-            }
-        }
-#pragma unroll
-        for (int v = 0; v < NV; ++v) {
-            plain[v] += plain_part[v];
-            along[v] += along_part[v];
-        }
-    }
-#pragma unroll
-    for (int v = 0; v < NV; ++v) {
-        STORE(plain[v], sums + sums_at + s * columns + column + v * VW);
-        STORE(along[v], sums + sums_at + (segments + s) * columns + column + v * VW);
+    if (lane == 0) {
+        means[means_at + row] = mean;
+        rstds[rstds_at + row] = rstd;
     }
 }
 
-/* sums [2, C] of gw and gw hat over `count` elements each -> [3, C]: p = mean(gw), q = rstd mean(gw hat), r = rstd, times
-   w with WEIGHTED, so that grad_x = ((grad - p) - (x - mean) q) r. */
-__kernel void norm_coefficients(__global const float *sums, int sums_at, __global const float *rstds, int rstds_at,
-                                __global const float *w, int w_at, __global float *out, int out_at, int channels,
-                                float count)
+__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
+void moments_group(__global const float *x, int x_at, __global float *means, int means_at, __global float *squares,
+                   int squares_at, int rows, int length)
 {
-    const int c = (int)get_global_id(0);
-    if (c >= channels)
-        return;
-    const float rstd = rstds[rstds_at + c];
-    out[out_at + c] = sums[sums_at + c] / count;
-    out[out_at + channels + c] = sums[sums_at + channels + c] / count * rstd;
-    out[out_at + 2 * channels + c] = BY_WEIGHT(rstd, ONE, c);
+    __local float2 shared[LANES * ROWS];
+    const int lane = (int)get_local_id(0), row = (int)get_global_id(1);
+    const int mine = (int)get_local_id(1) * LANES + lane;
+    __global const float *from = x + x_at + min(row, rows - 1) * length;
+    const int whole = length / VW * VW;
+    const float2 sum = (float2)(sum_along(from, lane, whole, length, LANES * VW), 0.0f);
+    const float about = sums_of_lanes(sum, shared, lane, mine).x / (float)length;
+    const float2 own = distances_along(from, about, lane, whole, length, LANES * VW);
+    const float2 sums = sums_of_lanes(own, shared, lane, mine);
+    if (lane == 0 && row < rows) {
+        const float off = sums.y / (float)length;
+        means[means_at + row] = CORRECTED(about, off, sums.x / (float)length);
+        squares[squares_at + row] = sums.x - sums.y * off;
+    }
 }
+
+#endif

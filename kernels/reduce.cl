@@ -18,7 +18,7 @@
    MEAN   1: divide the result by the argument `divisor`
    VW     elements that an item handles at once: 1, 2, 4, 8 or 16
    NV     vectors of an item of reduce_columns: several on processors, whose caches want whole lines
-   LANES, ROWS  shape of a group */
+   LANES, ROWS  shape of a group; where LANES is defined, the file has the group forms only */
 
 #define OP_SUM 0
 #define OP_PROD 1
@@ -49,12 +49,6 @@
 #endif
 #ifndef NV
 #define NV 1
-#endif
-#ifndef LANES
-#define LANES 64
-#endif
-#ifndef ROWS
-#define ROWS 1
 #endif
 
 #define CHAIN 64 /* additions in one chain, before its sum is added to another: rounding errors stay few */
@@ -130,6 +124,8 @@ static inline accs along(__global const IN *p, int first, int last, int step)
     return all;
 }
 
+#ifndef LANES
+
 __kernel void reduce_rows_item(__global const IN *x, int x_at, __global ACC *out, int out_at, int rows, int length,
                                int row_stride, int segment, int segments, float divisor)
 {
@@ -147,36 +143,6 @@ __kernel void reduce_rows_item(__global const IN *x, int x_at, __global ACC *out
     }
 #endif
     out[out_at + row * segments + part] = RESULT(all);
-}
-
-__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
-void reduce_rows_group(__global const IN *x, int x_at, __global ACC *out, int out_at, int rows, int length,
-                       int row_stride, int segment, int segments, float divisor)
-{
-    __local ACC shared[LANES * ROWS];
-    const int lane = (int)get_local_id(0), row = (int)get_global_id(1), part = (int)get_global_id(2);
-    const int mine = (int)get_local_id(1) * LANES + lane;
-    const int first = part * segment, last = row < rows ? min(length, first + segment) : first;
-    __global const IN *p = x + x_at + row * row_stride;
-    ACC all = across(along(p, first + lane * VW, last, LANES * VW));
-#if VW > 1
-#pragma unroll 1
-    for (int i = first + (last - first) / VW * VW + lane; i < last; i += LANES) {
-        const ACC next = p[i];
-        all = COMBINE(all, next);
-    }
-#endif
-    shared[mine] = all;
-#pragma unroll 1
-    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lane < half_way) {
-            const ACC one = shared[mine], other = shared[mine + half_way];
-            shared[mine] = COMBINE(one, other);
-        }
-    }
-    if (lane == 0 && row < rows)
-        out[out_at + row * segments + part] = RESULT(shared[mine]);
 }
 
 __kernel void reduce_columns(__global const IN *x, int x_at, __global ACC *out, int out_at, int columns, int outer,
@@ -217,3 +183,37 @@ __kernel void reduce_columns(__global const IN *x, int x_at, __global ACC *out, 
     for (int v = 0; v < NV; ++v)
         STORE(RESULT(all[v]), to + v * VW);
 }
+
+#else
+
+__kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
+void reduce_rows_group(__global const IN *x, int x_at, __global ACC *out, int out_at, int rows, int length,
+                       int row_stride, int segment, int segments, float divisor)
+{
+    __local ACC shared[LANES * ROWS];
+    const int lane = (int)get_local_id(0), row = (int)get_global_id(1), part = (int)get_global_id(2);
+    const int mine = (int)get_local_id(1) * LANES + lane;
+    const int first = part * segment, last = row < rows ? min(length, first + segment) : first;
+    __global const IN *p = x + x_at + row * row_stride;
+    ACC all = across(along(p, first + lane * VW, last, LANES * VW));
+#if VW > 1
+#pragma unroll 1
+    for (int i = first + (last - first) / VW * VW + lane; i < last; i += LANES) {
+        const ACC next = p[i];
+        all = COMBINE(all, next);
+    }
+#endif
+    shared[mine] = all;
+#pragma unroll 1
+    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < half_way) {
+            const ACC one = shared[mine], other = shared[mine + half_way];
+            shared[mine] = COMBINE(one, other);
+        }
+    }
+    if (lane == 0 && row < rows)
+        out[out_at + row * segments + part] = RESULT(shared[mine]);
+}
+
+#endif

@@ -16,7 +16,7 @@
    RECOMPUTE    1, softmax_columns: exponentials are made twice, not written and read back. On GPUs that is cheaper,
                 and an item must not read what the same launch writes: reads may come from a cache that never hears of it
    VW           elements that an item handles at once: 1, 2, 4, 8 or 16
-   LANES, ROWS  shape of a group */
+   LANES, ROWS  shape of a group; where LANES is defined, the file has the group forms only */
 
 #ifndef LOG
 #define LOG 0
@@ -26,12 +26,6 @@
 #endif
 #ifndef VW
 #define VW 1
-#endif
-#ifndef LANES
-#define LANES 64
-#endif
-#ifndef ROWS
-#define ROWS 1
 #endif
 
 #define CHAIN 64 /* additions in one chain, before its sum is added to another: rounding errors stay few */
@@ -66,44 +60,23 @@ typedef JOIN(float, VW) real;
        OP(OP(OP(v.s1, v.s9), OP(v.s5, v.sd)), OP(OP(v.s3, v.sb), OP(v.s7, v.sf))))
 #endif
 
-/* The values of a row's lanes combined, in a fixed order; all items of the group come here. */
-static inline float sum_of_lanes(float value, __local float *shared, int lane, int mine)
-{
-    shared[mine] = value;
-#pragma unroll 1
-    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lane < half_way)
-            shared[mine] = ADDED(shared[mine], shared[mine + half_way]);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const float all = shared[mine - lane];
-    barrier(CLK_LOCAL_MEM_FENCE);
-    return all;
-}
-
-static inline float largest_of_lanes(float value, __local float *shared, int lane, int mine)
-{
-    shared[mine] = value;
-#pragma unroll 1
-    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lane < half_way)
-            shared[mine] = LARGER(shared[mine], shared[mine + half_way]);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const float all = shared[mine - lane];
-    barrier(CLK_LOCAL_MEM_FENCE);
-    return all;
-}
-
-/* Forward. */
-
 #if LOG
 #define FORWARD(x) (((x) - top) - rest)
 #else
 #define FORWARD(x) (exp((x) - top) / sum)
 #endif
+
+/* TERM is what is summed along a row going backward. */
+
+#if LOG
+#define TERM(grad, out) (grad)
+#define BACKWARD(grad, out, sum) ((grad) - exp(out) * (sum))
+#else
+#define TERM(grad, out) ((grad) * (out))
+#define BACKWARD(grad, out, sum) ((out) * ((grad) - (sum)))
+#endif
+
+#ifndef LANES
 
 __kernel void softmax_item(__global const float *x, int x_at, __global float *out, int out_at, int rows, int length)
 {
@@ -155,6 +128,117 @@ __kernel void softmax_item(__global const float *x, int x_at, __global float *ou
 #endif
 }
 
+__kernel void softmax_columns(__global const float *x, int x_at, __global float *out, int out_at, int columns, int length,
+                              int outer)
+{
+    const int column = (int)get_global_id(0) * VW, a = (int)get_global_id(1);
+    if (column >= columns || a >= outer)
+        return;
+    const int start = a * length * columns + column, end = start + length * columns;
+    __global const float *from = x + x_at;
+    __global float *to = out + out_at;
+    real top = (real)(-INFINITY);
+#pragma unroll 1
+    for (int i = start; i < end; i += columns)
+        top = fmax(top, LOAD(from + i));
+    real sum = (real)(0.0f);
+#pragma unroll 1
+    for (int i = start; i < end; i += columns) {
+        const real each = exp(LOAD(from + i) - top);
+        sum += each;
+#if !LOG && !RECOMPUTE
+        STORE(each, to + i);
+#endif
+    }
+#if LOG
+    const real rest = log(sum);
+#endif
+#pragma unroll 1
+    for (int i = start; i < end; i += columns) {
+#if LOG || RECOMPUTE
+        STORE(FORWARD(LOAD(from + i)), to + i);
+#else
+        STORE(LOAD(to + i) / sum, to + i);
+#endif
+    }
+}
+
+__kernel void softmax_backward_item(__global const float *grad, int grad_at, __global const float *out, int out_at,
+                                    __global float *grad_x, int grad_x_at, int rows, int length)
+{
+    const int row = (int)get_global_id(0);
+    if (row >= rows)
+        return;
+    const int start = row * length, whole = length / VW * VW;
+    __global const float *g = grad + grad_at + start, *y = out + out_at + start;
+    __global float *to = grad_x + grad_x_at + start;
+    real sums = (real)(0.0f);
+    for (int block = 0; block < whole; block += CHAIN * VW) {
+        const int end = min(whole, block + CHAIN * VW);
+        real part = (real)(0.0f);
+        for (int i = block; i < end; i += VW)
+            part += TERM(LOAD(g + i), LOAD(y + i));
+        sums += part;
+    }
+    float sum = ACROSS(ADDED, sums);
+    for (int i = whole; i < length; ++i)
+        sum += TERM(g[i], y[i]);
+    for (int i = 0; i < whole; i += VW)
+        STORE(BACKWARD(LOAD(g + i), LOAD(y + i), sum), to + i);
+    for (int i = whole; i < length; ++i)
+        to[i] = BACKWARD(g[i], y[i], sum);
+}
+
+__kernel void softmax_backward_columns(__global const float *grad, int grad_at, __global const float *out, int out_at,
+                                       __global float *grad_x, int grad_x_at, int columns, int length, int outer)
+{
+    const int column = (int)get_global_id(0) * VW, a = (int)get_global_id(1);
+    if (column >= columns || a >= outer)
+        return;
+    const int start = a * length * columns + column, end = start + length * columns;
+    __global const float *g = grad + grad_at, *y = out + out_at;
+    real sum = (real)(0.0f);
+#pragma unroll 1
+    for (int i = start; i < end; i += columns)
+        sum += TERM(LOAD(g + i), LOAD(y + i));
+#pragma unroll 1
+    for (int i = start; i < end; i += columns)
+        STORE(BACKWARD(LOAD(g + i), LOAD(y + i), sum), grad_x + grad_x_at + i);
+}
+
+#else
+
+/* The values of a row's lanes combined, in a fixed order; all items of the group come here. */
+static inline float sum_of_lanes(float value, __local float *shared, int lane, int mine)
+{
+    shared[mine] = value;
+#pragma unroll 1
+    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < half_way)
+            shared[mine] = ADDED(shared[mine], shared[mine + half_way]);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    const float all = shared[mine - lane];
+    barrier(CLK_LOCAL_MEM_FENCE);
+    return all;
+}
+
+static inline float largest_of_lanes(float value, __local float *shared, int lane, int mine)
+{
+    shared[mine] = value;
+#pragma unroll 1
+    for (int half_way = LANES / 2; half_way > 0; half_way /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < half_way)
+            shared[mine] = LARGER(shared[mine], shared[mine + half_way]);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    const float all = shared[mine - lane];
+    barrier(CLK_LOCAL_MEM_FENCE);
+    return all;
+}
+
 /* On GPUs a second exp costs less than writing and reading it. */
 __kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
 void softmax_group(__global const float *x, int x_at, __global float *out, int out_at, int rows, int length)
@@ -204,77 +288,6 @@ void softmax_group(__global const float *x, int x_at, __global float *out, int o
 #endif
 }
 
-__kernel void softmax_columns(__global const float *x, int x_at, __global float *out, int out_at, int columns, int length,
-                              int outer)
-{
-    const int column = (int)get_global_id(0) * VW, a = (int)get_global_id(1);
-    if (column >= columns || a >= outer)
-        return;
-    const int start = a * length * columns + column, end = start + length * columns;
-    __global const float *from = x + x_at;
-    __global float *to = out + out_at;
-    real top = (real)(-INFINITY);
-#pragma unroll 1
-    for (int i = start; i < end; i += columns)
-        top = fmax(top, LOAD(from + i));
-    real sum = (real)(0.0f);
-#pragma unroll 1
-    for (int i = start; i < end; i += columns) {
-        const real each = exp(LOAD(from + i) - top);
-        sum += each;
-#if !LOG && !RECOMPUTE
-        STORE(each, to + i);
-#endif
-    }
-#if LOG
-    const real rest = log(sum);
-#endif
-#pragma unroll 1
-    for (int i = start; i < end; i += columns) {
-#if LOG || RECOMPUTE
-        STORE(FORWARD(LOAD(from + i)), to + i);
-#else
-        STORE(LOAD(to + i) / sum, to + i);
-#endif
-    }
-}
-
-/* Backward. TERM is what is summed along the row. */
-
-#if LOG
-#define TERM(grad, out) (grad)
-#define BACKWARD(grad, out, sum) ((grad) - exp(out) * (sum))
-#else
-#define TERM(grad, out) ((grad) * (out))
-#define BACKWARD(grad, out, sum) ((out) * ((grad) - (sum)))
-#endif
-
-__kernel void softmax_backward_item(__global const float *grad, int grad_at, __global const float *out, int out_at,
-                                    __global float *grad_x, int grad_x_at, int rows, int length)
-{
-    const int row = (int)get_global_id(0);
-    if (row >= rows)
-        return;
-    const int start = row * length, whole = length / VW * VW;
-    __global const float *g = grad + grad_at + start, *y = out + out_at + start;
-    __global float *to = grad_x + grad_x_at + start;
-    real sums = (real)(0.0f);
-    for (int block = 0; block < whole; block += CHAIN * VW) {
-        const int end = min(whole, block + CHAIN * VW);
-        real part = (real)(0.0f);
-        for (int i = block; i < end; i += VW)
-            part += TERM(LOAD(g + i), LOAD(y + i));
-        sums += part;
-    }
-    float sum = ACROSS(ADDED, sums);
-    for (int i = whole; i < length; ++i)
-        sum += TERM(g[i], y[i]);
-    for (int i = 0; i < whole; i += VW)
-        STORE(BACKWARD(LOAD(g + i), LOAD(y + i), sum), to + i);
-    for (int i = whole; i < length; ++i)
-        to[i] = BACKWARD(g[i], y[i], sum);
-}
-
 __kernel __attribute__((reqd_work_group_size(LANES, ROWS, 1)))
 void softmax_backward_group(__global const float *grad, int grad_at, __global const float *out, int out_at,
                             __global float *grad_x, int grad_x_at, int rows, int length)
@@ -308,19 +321,4 @@ void softmax_backward_group(__global const float *grad, int grad_at, __global co
 #endif
 }
 
-__kernel void softmax_backward_columns(__global const float *grad, int grad_at, __global const float *out, int out_at,
-                                       __global float *grad_x, int grad_x_at, int columns, int length, int outer)
-{
-    const int column = (int)get_global_id(0) * VW, a = (int)get_global_id(1);
-    if (column >= columns || a >= outer)
-        return;
-    const int start = a * length * columns + column, end = start + length * columns;
-    __global const float *g = grad + grad_at, *y = out + out_at;
-    real sum = (real)(0.0f);
-#pragma unroll 1
-    for (int i = start; i < end; i += columns)
-        sum += TERM(LOAD(g + i), LOAD(y + i));
-#pragma unroll 1
-    for (int i = start; i < end; i += columns)
-        STORE(BACKWARD(LOAD(g + i), LOAD(y + i), sum), grad_x + grad_x_at + i);
-}
+#endif

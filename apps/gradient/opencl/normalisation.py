@@ -1,4 +1,4 @@
-"""Layer, group and batch norm, forward and backward (norm.cl).
+"""Layer, group and batch norm, forward and backward (norm.cl, norm_backward.cl).
 
 A layer norm is one kernel a pass. Group and batch norms have kernels for their sums only: what is done to every
 element afterwards is a chain of elementwise operators, which may go on with the activation that follows.
@@ -56,7 +56,7 @@ def native_layer_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Seq
         width = _row_width(emit, length, x, grad, weight)
         how = row_launch(emit.device, length, width, (rows,))
         emit.launch(
-            "norm.cl",
+            "norm_backward.cl",
             f"layer_norm_backward_{how.suffix}",
             how.global_size if rows else (0,),
             [
@@ -196,11 +196,11 @@ def _chain(emit: Emitter, op: str, a: View, b: View | float) -> View:
 
 
 def _coefficients(emit: Emitter, sums: View, rstd: View, weight: View | None, count: int) -> View:
-    """Of grad_x, from the sums [2, C] of its gradient and of that times hat: see norm.cl."""
+    """Of grad_x, from the sums [2, C] of its gradient and of that times hat: see norm_backward.cl."""
     channels = sums.shape[1]
     out = emit.fresh("float32", (3, channels))
     emit.launch(
-        "norm.cl",
+        "norm_backward.cl",
         "norm_coefficients",
         (channels,),
         [
@@ -285,7 +285,7 @@ def _row_sums(
     width = _row_width(emit, positions, grad, x)
     how = row_launch(emit.device, positions, width, (channels, batch))
     emit.launch(
-        "norm.cl",
+        "norm_backward.cl",
         f"norm_sums_{how.suffix}",
         how.global_size,
         [Read(grad), Read(x), Read(mean), Read(rstd), Write(sums), channels, batch, positions, *place],
@@ -313,7 +313,7 @@ def _column_sums(
     global_size = (columns // (width * vectors), segments)
     defines: dict[str, Define] = {"VW": width, "NV": vectors, "BY_ROW": int(by_row)}
     emit.launch(
-        "norm.cl",
+        "norm_backward.cl",
         "norm_sums_columns",
         global_size,
         [Read(grad), Read(x), Read(mean), Read(rstd), Write(sums), columns, rows, segment, segments],
