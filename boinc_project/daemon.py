@@ -216,6 +216,8 @@ def set_up_log(debug_level: int) -> None:
     root.setLevel(_LEVELS.get(max(1, min(debug_level, 4)), logging.INFO))
     if debug_level < 4:
         logging.getLogger("sqlalchemy").setLevel(logging.WARNING)
+        # It cannot roll back on a connection that was lost, and says so at length; that it was lost we say ourselves.
+        logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
 
 
 def orphaned() -> bool:

@@ -117,6 +117,8 @@ def test_log_lines_have_boinc_s_form(capsys: pytest.CaptureFixture[str]) -> None
         log.info("normal")
         log.warning("odd")
         log.critical("bad")
+        # What its pool says of a connection that was lost needs nobody: [CRITICAL] lines do.
+        logging.getLogger("sqlalchemy.pool.impl.QueuePool").error("Exception during reset or similar")
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
