@@ -4,7 +4,7 @@
 
 Options come from the application version or the workunit: `--backend NAME` (numpy, torch, opencl),
 `--nthreads N`. No option is a path. Without init_data.xml the program runs standalone in the current
-directory, as tests and the server's own checks do.
+directory, as tests and the server's own checks do. By hand, `--devices` lists what OpenCL shows.
 
 This module imports neither numpy nor torch at its top: the number of threads must stand in the environment
 before a BLAS library is loaded, and the computing process is forked before that.
@@ -23,8 +23,9 @@ from apps.gradient import boinc_api
 from apps.gradient.boinc_api import Boinc
 
 if TYPE_CHECKING:
+    from apps.gradient.backends import Backend
     from apps.gradient.checkpoint import CheckpointStore
-    from apps.gradient.runner import Run
+    from apps.gradient.runner import Loaded, Run
 
 BACKENDS = ("numpy", "torch", "opencl")
 
@@ -34,16 +35,34 @@ EXIT_UNFIT_HOST = 11  # this computer cannot do this task; another one can
 EXIT_NOT_FINITE = 12  # the loss became NaN or infinite
 EXIT_COMPUTE = 13  # an operator failed
 EXIT_USAGE = 14  # unknown option
+EXIT_WRONG_DEVICE = 15  # the device computes wrong numbers
 
 DEVICE_LOST_DELAY_S = 600  # before the next start of a task whose device is not there, or was lost again and again
 
-# Environment variables that BLAS and OpenMP libraries read once, when they are loaded.
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Environment variables that BLAS and OpenMP libraries, and OpenCL drivers for processors, read when they are loaded.
+THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
+    *("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT", "LP_NUM_THREADS"),
+)
 
 
-def main() -> None:
-    """Entry of the packaged application."""
-    boinc_api.run(compute)
+def main(backend: str = "numpy") -> None:
+    """Entry of the packaged application; `backend` is the one that it was packaged for."""
+    if sys.argv[1:] == ["--devices"]:
+        sys.exit(show_devices())
+    boinc_api.run(lambda boinc: compute(boinc, backend))
+
+
+def show_devices() -> int:
+    """`--devices`: print what OpenCL shows on this computer; returns the exit status."""
+    try:
+        from apps.gradient.opencl import device
+
+        print("\n".join(device.listing(device.find_devices())) or "OpenCL shows no device on this computer")
+    except Exception as error:  # whatever a driver or a missing library comes up with, its owner wants to read it
+        print(f"OpenCL does not work on this computer: {error}")
+        return 1
+    return 0
 
 
 def options(arguments: list[str]) -> dict[str, str]:
@@ -62,7 +81,7 @@ def options(arguments: list[str]) -> dict[str, str]:
     return found
 
 
-def compute(boinc: Boinc) -> int:
+def compute(boinc: Boinc, backend: str = "numpy") -> int:
     """Do the whole task; returns the exit status."""
     try:
         chosen = options(sys.argv[1:])
@@ -72,19 +91,21 @@ def compute(boinc: Boinc) -> int:
     for variable in THREAD_VARIABLES:
         os.environ[variable] = str(threads)
 
-    from apps.gradient.backends.backend import DeviceLost, DeviceNotFound
+    from apps.gradient.backends.backend import DeviceLost, DeviceNotFound, WrongResults
     from apps.gradient.executor import ExecutionError
     from apps.gradient.runner import NotFinite
     from boinc_project.contract.errors import ContractError, UnfitHost
 
     try:
-        return _compute(boinc, chosen.get("backend", "numpy"), threads)
+        return _compute(boinc, chosen.get("backend", backend), threads)
     except NotFinite as error:
         boinc.finish(EXIT_NOT_FINITE, f"the loss is not a number: {error}")
     except (UnfitHost, MemoryError) as error:
         boinc.finish(EXIT_UNFIT_HOST, f"this computer cannot do this task: {error or 'out of memory'}")
     except (DeviceLost, DeviceNotFound) as error:
         boinc.temporary_exit(DEVICE_LOST_DELAY_S, str(error))
+    except WrongResults as error:
+        boinc.finish(EXIT_WRONG_DEVICE, str(error))
     except ExecutionError as error:
         boinc.finish(EXIT_COMPUTE, f"computing failed: {error}")
     except ContractError as error:
@@ -93,7 +114,6 @@ def compute(boinc: Boinc) -> int:
 
 def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
     from apps.gradient import runner
-    from apps.gradient.backends import open_backend
     from apps.gradient.checkpoint import CheckpointStore
     from apps.gradient.recovery import Recovery
     from boinc_project.contract.microtask import UPDATE_FILE
@@ -123,7 +143,7 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
 
     recovery = Recovery(
         loaded=loaded,
-        opened=lambda: open_backend(backend_name, threads, boinc.init),
+        opened=lambda: _open(boinc, loaded, backend_name, threads),
         restore=lambda run: _restore(boinc, store, run),
         log=boinc.log,
         timings=timings,
@@ -138,6 +158,20 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
         store.outputs_written({UPDATE_FILE: output})
     boinc.fraction_done(1.0)
     return 0
+
+
+def _open(boinc: Boinc, loaded: Loaded, name: str, threads: int) -> Backend:
+    """The backend on the task's device; an OpenCL device has to show first that it computes the task's operators."""
+    from apps.gradient.backends import open_backend
+
+    backend = open_backend(name, threads, boinc.init)
+    if name != "opencl":
+        return backend
+    from apps.gradient.opencl import selftest
+    from apps.gradient.opencl.opencl_backend import OpenclBackend
+
+    assert isinstance(backend, OpenclBackend)
+    return selftest.trusted(backend, loaded.operators, boinc.log, boinc.check)
 
 
 def _take_steps(boinc: Boinc, store: CheckpointStore, run: Run, threads: int) -> None:

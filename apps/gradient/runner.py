@@ -75,6 +75,12 @@ class Loaded:
     types: Mapping[str, TensorType]
     forms: tuple[Form, ...]
 
+    @property
+    def operators(self) -> frozenset[str]:
+        """Every operator that running this takes; gradients of several batches are added up."""
+        graphs = [each.graph for each in self.forms] + ([] if self.optimizer is None else [self.optimizer])
+        return frozenset({"add"}.union(*(graph.operators() for graph in graphs)))
+
     def memory_estimate(self, form: Form) -> int:
         """Bytes that running this takes at worst."""
         data = sum(array.nbytes for shard in self.shards for array in shard.values())

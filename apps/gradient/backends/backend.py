@@ -59,6 +59,10 @@ class DeviceNotFound(Exception):
     """The device that the task is meant for is not there now; it may be after a restart of its driver."""
 
 
+class WrongResults(Exception):
+    """The device computes wrong numbers; no result of it may be sent."""
+
+
 class Program(Protocol):
     """A graph prepared for a backend; it may be run any number of times."""
 

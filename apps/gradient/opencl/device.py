@@ -369,6 +369,16 @@ def wavefront(device: Sighting) -> int:
 # Looking: the one place that asks the drivers.
 
 
+def listing(found: Sequence[Sighting]) -> list[str]:
+    """A line for each device, for its owner."""
+    return [
+        f"{each.place}  {each.kind:<5} {each.board or each.name}, {each.global_memory >> 20} MB,"
+        f" {each.device_version.strip()} (driver {each.driver} of {each.platform_name})"
+        f"{'' if _fit(each) else ' - cannot be used'}"
+        for each in found
+    ]
+
+
 def find_devices() -> list[Sighting]:
     """Every device of every platform, as the drivers list them. Raises OpenCLMissing if there is no driver."""
     try:

@@ -31,12 +31,14 @@ from apps.gradient.opencl import device as devices
 from apps.gradient.opencl.emitter import Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.plan import make_plan
-from apps.gradient.opencl.programs import Programs
+from apps.gradient.opencl.programs import Programs, keep_drivers_in
 from apps.gradient.opencl.runtime import DeviceTensor, Pool, PreparedPlan, download, upload
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType
 
 Array = np.ndarray[Any, Any]
+
+CACHE_FOLDER = "opencl_cache"  # in the project's folder on a volunteer's computer; docs/volunteer.md names it
 
 _FAMILIES: Mapping[str, Lower] = {
     **movement.OPS,
@@ -84,12 +86,13 @@ class OpenclBackend:
 
     name = "opencl"
 
-    def __init__(self, handle: Any, facts: DeviceFacts, cache: Path | None = None) -> None:
-        self.ops = OPS
+    def __init__(self, handle: Any, facts: DeviceFacts, cache: Path | None = None, careful: bool = False) -> None:
+        """`cache` is a folder for what later processes need not do again; `careful` builds without optimising."""
+        self.ops, self.handle, self.cache, self.careful = OPS, handle, cache, careful
         self.context = cl.Context([handle])
         self.queue = cl.CommandQueue(self.context, handle)
         self.pool = Pool(self.context, self.queue, facts)
-        self.programs = Programs(self.context, handle, facts, cache)
+        self.programs = Programs(self.context, handle, facts, cache, careful)
         self.facts = facts if cache is None else tune.tuned(facts, self.pool, self.programs, cache)
 
     def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
@@ -109,6 +112,7 @@ class OpenclBackend:
             "driver": self.facts.driver,
             "pyopencl": cl.VERSION_TEXT,
             "precision": "float32",
+            "optimiser": "off" if self.careful else "on",
         }
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -134,7 +138,15 @@ class OpenclBackend:
 
 def open_backend(threads: int, device: str | InitData | None) -> OpenclBackend:
     """The backend on a device named `cpu`, `gpu` or PLATFORM:INDEX, or on the one that BOINC's client reserved for a
-    task; None takes a GPU if there is one. Raises DeviceNotFound."""
-    request = devices.request_of_task(device) if isinstance(device, InitData) else devices.request_of_text(device)
-    found = devices.choose(devices.find_devices(), request)
-    return OpenclBackend(found.handle, devices.facts(found))
+    task; None takes a GPU if there is one. Raises DeviceNotFound.
+
+    A task keeps what was built, measured and tested in a folder of its project's own.
+    """
+    if not isinstance(device, InitData):
+        found = devices.choose(devices.find_devices(), devices.request_of_text(device))
+        return OpenclBackend(found.handle, devices.facts(found))
+    cache = Path(device.project_dir) / CACHE_FOLDER if device.project_dir else None
+    if cache is not None:
+        keep_drivers_in(cache / "drivers")
+    found = devices.choose(devices.find_devices(), devices.request_of_task(device))
+    return OpenclBackend(found.handle, devices.facts(found), cache)

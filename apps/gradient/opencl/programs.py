@@ -28,6 +28,7 @@ from pyopencl import _cl
 
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.values import Define, Source
+from boinc_project.contract.errors import UnfitHost
 
 Defines = Union[Mapping[str, Define], Iterable["tuple[str, Define]"]]
 
@@ -50,7 +51,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VALUE = re.compile(r"[A-Za-z0-9_.+-]+")
 
 
-class BuildFailed(Exception):
+class BuildFailed(UnfitHost):
     """The device's compiler refuses a kernel; the message ends with its first words."""
 
 

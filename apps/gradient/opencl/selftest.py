@@ -22,6 +22,7 @@ from typing import Any, Callable
 import numpy as np
 
 from apps.gradient.backends import open_backend
+from apps.gradient.backends.backend import WrongResults
 from apps.gradient.opencl.opencl_backend import OpenclBackend
 from apps.gradient.opencl.plan import make_plan
 from apps.gradient.opencl.programs import cache_key, kernel_text
@@ -33,10 +34,6 @@ Array = np.ndarray[Any, Any]
 #: Of the value itself and of the largest one in its tensor: drivers' worst, and sums of some hundred terms.
 TOLERANCE_OF_VALUE = 1e-4
 TOLERANCE_OF_LARGEST = 2e-5
-
-
-class WrongResults(Exception):
-    """The device computes wrong numbers; no result of it may be sent."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +229,35 @@ CASES: tuple[Case, ...] = tuple(_cases())
 
 #: Tried before every task that has them: each works differently, and they take part in most trainings.
 EVERY_TIME = ("gelu", "permute", "embedding", "sum", "addmm", "softmax", "native_layer_norm", "random_uniform")
+
+
+def trusted(
+    backend: OpenclBackend,
+    operators: AbstractSet[str],
+    log: Callable[[str], None],
+    wait: Callable[[], None] | None = None,
+) -> OpenclBackend:
+    """The backend if it passes `check`, else the same device with the compiler's optimiser off if that does.
+
+    Wrong twice in the very same way is wrong code, which another way of building may mend. A device that is wrong
+    now and then is not believed at all. Raises WrongResults.
+    """
+    try:
+        check(backend, operators, backend.cache, wait)
+        return backend
+    except WrongResults as error:
+        first = str(error)
+    try:
+        check(backend, operators, backend.cache, wait)
+    except WrongResults as error:
+        if str(error) != first or backend.careful:
+            raise
+    else:
+        raise WrongResults(f"{first}; not so when tried again")
+    log(f"{first}; trying without the compiler's optimiser")
+    careful = OpenclBackend(backend.handle, backend.facts, backend.cache, careful=True)
+    check(careful, operators, careful.cache, wait)
+    return careful
 
 
 def check(
