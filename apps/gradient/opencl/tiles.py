@@ -192,11 +192,10 @@ class _Costs:
     launch      one more launch, of one unit of the device
     start       an item's work outside of its loop
     scattered   writing one element of a turned result, at most: a result of few rows stays in the cache meanwhile
-    left        factor for a left operand that is read in place, with its elements along k
-    left_apart  the same if they are not
-    right       what a right operand read in place adds to 1, for a tile of 32 columns; narrower ones use less of each
-                line that they read
-    cached      floats of a right operand for which that does not matter
+    left        factor for a left operand that is read in place
+    apart       what an operand that is read in place with its elements not along k adds to 1, for 32 of them at once:
+                fewer use less of each line that they read
+    cached      floats of an operand for which that does not matter
     """
 
     pack: float
@@ -204,22 +203,23 @@ class _Costs:
     start: float
     scattered: float
     left: float
-    left_apart: float
-    right: float
+    apart: float
     cached: int
 
 
-_CPU = _Costs(48, 2e5, 1500, 300, 1.03, 1.3, 0.5, 8 << 10)
-_GPU = _Costs(80, 1e6, 500, 100, 1.3, 1.3, 0.2, 0)
+_CPU = _Costs(48, 2e5, 1500, 300, 1.03, 0.5, 8 << 10)
+_GPU = _Costs(80, 1e6, 500, 100, 1.3, 0.2, 0)
 
 
 def _slowness(costs: _Costs, product: Product, recipe: Recipe) -> float:
     """How much longer the loop takes on operands that are not packed."""
     slowness = 1.0
     if not recipe.pack_a:
-        slowness *= costs.left if product.left.k == 1 else costs.left_apart
+        slowness *= costs.left
+        if product.left.k != 1 and product.left.rows * product.k > costs.cached:
+            slowness *= 1.0 + costs.apart * 32 / recipe.tile.rows
     if not recipe.pack_b and product.right.rows * product.k > costs.cached:
-        slowness *= 1.0 + costs.right * 32 / recipe.tile.columns
+        slowness *= 1.0 + costs.apart * 32 / recipe.tile.columns
     return slowness
 
 
