@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from click.testing import CliRunner
 
 from boinc_project import database
+from boinc_project.cli.main import main
 from boinc_project.gt_tables import FileState, MicrotaskState, gt_file, gt_ledger, gt_microtask
 from boinc_project.states import AssimilateState, ErrorMask, FileDeleteState, Outcome, ServerState, ValidateState
-from tests.live_project import LiveProject, command, wait_for
+from tests.live_project import LiveProject, wait_for
 from tests.private_job import PATIENCE_S, VERSION_NUMBERS, PrivateJob, private_job
 
 pytestmark = pytest.mark.timeout(300)
@@ -256,16 +258,16 @@ def test_books_models_and_commands_need_no_workunit_that_boinc_has_purged(
         purged = project.run_program("db_purge", "--app", job.made.mark, "--one_pass", "--no_archive", "-d", "3")
         assert purged.returncode == 0, purged.stderr
         assert job.made.workunits() == [] and job.rows(database.result, workunitid=units[0]) == []
-        assert "exactly" in replayed(job)
+        assert "exactly" in boinc_train(job, "job", "replay", job.made.mark)
         for arguments in (["status"], ["job", "list"], ["job", "show", job.made.mark]):
-            assert job.made.mark in command(*arguments, "--project", str(project.folder)).replace("\n", "")
+            assert job.made.mark in boinc_train(job, *arguments)
         job.generator().one_pass()
         states = job.rows(gt_file, job_id=job.job_id, kind="state", version=0)
         assert {row["state"] for row in states} == {str(FileState.DELETED)}
-        command("job", "rollback", job.made.mark, "0", "--project", str(project.folder))
-        command("job", "resume", job.made.mark, "--project", str(project.folder))
+        boinc_train(job, "job", "rollback", job.made.mark, "0")
+        boinc_train(job, "job", "resume", job.made.mark)
         make_version(job)
-        assert "exactly" in replayed(job)
+        assert "exactly" in boinc_train(job, "job", "replay", job.made.mark)
 
 
 def make_version(job: PrivateJob) -> list[int]:
@@ -282,5 +284,8 @@ def make_version(job: PrivateJob) -> list[int]:
     return units
 
 
-def replayed(job: PrivateJob) -> str:
-    return command("job", "replay", job.made.mark, "--project", str(job.live.folder))
+def boinc_train(job: PrivateJob, *arguments: str) -> str:
+    """What a command prints about the job's project, on one line."""
+    done = CliRunner().invoke(main, [*arguments, "--project", str(job.live.folder)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output.replace("\n", "")
