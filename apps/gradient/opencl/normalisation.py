@@ -83,19 +83,14 @@ def native_group_norm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[Vie
         return [out, *statistics]
     rows, length = batch * groups, x.numel // (batch * groups)
     mean, squares = _row_moments(emit, x, rows, length)
-    variance = _chain(emit, "div", squares, float(length))
-    rstd = emit.apply("reciprocal", emit.apply("sqrt", [_chain(emit, "add", variance, call.attrs["eps"])]))[0]
-    shape = (batch, groups, channels // groups, length * groups // channels)
-    hat = _normalised(emit, x.reshaped(shape), mean.reshaped((batch, groups, 1, 1)), rstd.reshaped((rows, 1, 1)), shape)
+    rstd = _inverse_deviation(emit, _chain(emit, "div", squares, float(length)), float(call.attrs["eps"]))
+    shape, of_group = (batch, groups, channels // groups, length * groups // channels), (batch, groups, 1, 1)
+    hat = _chain(emit, "sub", x.reshaped(shape), mean.reshaped(of_group))
+    hat = _chain(emit, "mul", hat, rstd.reshaped(of_group))
     for op, view in (("mul", weight), ("add", bias)):
         if view is not None:
             hat = _chain(emit, op, hat, emit.reshaped(view, (groups, channels // groups, 1)))
     return [hat.reshaped(out.shape), *(view.reshaped((batch, groups)) for view in (mean, rstd))]
-
-
-def _normalised(emit: Emitter, x: View, mean: View, rstd: View, shape: Sequence[int]) -> View:
-    """(x - mean) rstd, each of which broadcasts."""
-    return _chain(emit, "mul", _chain(emit, "sub", x, mean), emit.reshaped(rstd, mean.shape))
 
 
 def native_group_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
