@@ -59,7 +59,7 @@ def cache_folder(root: Path) -> Path:
 
 CACHE = cache_folder(REPOSITORY)
 ENTRY = REPOSITORY / "apps" / "gradient" / "__main__.py"
-SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract")
+SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract", "kernels")
 PACKAGES = ("numpy", "safetensors", "zstandard", "pyinstaller")
 
 # Volunteers' processors go back to 2006; a numpy whose baseline is higher dies there of an illegal
@@ -71,46 +71,45 @@ HIDDEN_IMPORTS = ("apps.gradient.backends.numpy_backend", "zstandard.backend_c",
 
 # What hooks and optional imports would drag in. PyTorch first: it is 2 GB.
 EXCLUDED = (
-    *(
-        "torch",
-        "tensorflow",
-        "jax",
-        "jaxlib",
-        "mlx",
-        "paddle",
-        "scipy",
-        "pandas",
-        "matplotlib",
-        "sklearn",
-        "PIL",
-    ),
-    *(
-        "transformers",
-        "sqlalchemy",
-        "aiohttp",
-        "requests",
-        "cryptography",
-        "lxml",
-        "click",
-        "rich",
-        "pyopencl",
-    ),
-    *("pytest", "hypothesis", "setuptools", "pip", "pkg_resources", "yaml", "charset_normalizer", "IPython"),
+    *("torch", "tensorflow", "jax", "jaxlib", "mlx", "paddle", "scipy", "pandas", "matplotlib", "sklearn", "PIL"),
+    *("transformers", "sqlalchemy", "aiohttp", "requests", "cryptography", "lxml", "click", "rich", "psutil"),
+    *("pytest", "hypothesis", "setuptools", "pip", "pkg_resources", "yaml", "charset_normalizer", "IPython", "mako"),
     *("numpy.f2py", "numpy.distutils", "zstandard.backend_cffi", "zstandard._cffi", "cffi", "pycparser"),
-    *(
-        "tkinter",
-        "sqlite3",
-        "curses",
-        "readline",
-        "asyncio",
-        "ssl",
-        "_ssl",
-        "lib2to3",
-        "ensurepip",
-        "idlelib",
-    ),
+    *("tkinter", "curses", "readline", "asyncio", "ssl", "_ssl", "lib2to3", "ensurepip", "idlelib"),
     *("distutils", "pydoc_data", "xmlrpc", "test"),
 )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the programs that can be built: what is packed, beside what all have.
+
+    data           files of the repository -> places in the program
+    probe          options with which it is started once, besides without any
+    of_the_system  libraries that are left out
+    """
+
+    backend: str
+    entry: Path
+    packages: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    data: tuple[tuple[str, str], ...] = ()
+    probe: tuple[str, ...] = ()
+    of_the_system: tuple[str, ...] = ()
+
+
+NUMPY = Kind("numpy", ENTRY, excluded=("pyopencl", "apps.gradient.opencl", "sqlite3"))
+OPENCL = Kind(
+    "opencl",
+    ENTRY.with_name("opencl_main.py"),
+    packages=("pyopencl", "pytools", "platformdirs", "siphash24"),
+    hidden=("apps.gradient.opencl.opencl_backend", "apps.gradient.opencl.selftest"),
+    data=(("kernels/*.cl", "apps/gradient/kernels"),),
+    probe=("--devices",),  # imports PyOpenCL
+    of_the_system=("libstdc++.so.6", "libgcc_s.so.1", "libz.so.1"),
+)
+KINDS = {kind.backend: kind for kind in (NUMPY, OPENCL)}
 
 # Build logs begin a stage with such a line; the share of the whole is what builds took here.
 _STAGES = (
@@ -121,7 +120,7 @@ _STAGES = (
     ("Building EXE", 0.92, "writing the program"),
 )
 
-CACHED_BUILDS = 3  # of about 40 MB each; older ones are deleted
+CACHED_BUILDS = 4  # of about 40 MB each; older ones are deleted
 
 Progress = Callable[[str, float], None]
 
@@ -161,14 +160,15 @@ def build_app(
     version: str = DEFAULT_VERSION,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
-    entry: Path = ENTRY,
     app: str = APP_NAME,
+    kind: Kind = NUMPY,
+    plan_class: str = "",
 ) -> BuiltApp:
     """Build the app version into `output_dir`/apps/APP/VERSION/PLATFORM (a BOINC project's root).
 
-    `app` is the project's name for the app. With `cache_dir` a build of the same sources, packages and Python is
-    taken from there. `progress` is called with a stage's name and the share done, 0 to 1. Raises BuildError with
-    one sentence for the admin.
+    `app` is the project's name for the app, `plan_class` says for which hosts the version is. With `cache_dir` a
+    build of the same sources, packages and Python is taken from there. `progress` is called with a stage's name and
+    the share done, 0 to 1. Raises BuildError with one sentence for the admin.
     """
     report = progress or (lambda stage, share: None)
     if not re.fullmatch(r"\d{1,3}\.\d{1,2}", version):
@@ -176,31 +176,31 @@ def build_app(
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"this builds for {PLATFORM} only, and must run there; here is {platform.platform()}")
     cache_dir = None if cache_dir is None else cache_dir.resolve()  # PyInstaller runs in another folder
-    check_tools()
+    check_tools(kind)
     check_numpy(numpy_baseline())
     report("checking", 0.0)
-    digest = sources_digest(entry)
+    digest = sources_digest(kind)
     cached = (cache_dir or Path(tempfile.gettempdir())) / f"{APP_NAME}-{digest[:32]}"
     found = read_cache(cached) if cache_dir is not None else None
     began = time.monotonic()
     if found is not None:
         program, facts = found
         report("taken from the cache", 1.0)
-        return write_folder(output_dir, version, program, digest, facts, reused=True, app=app)
+        return write_folder(output_dir, version, program, digest, facts, True, app, plan_class)
     with tempfile.TemporaryDirectory(prefix="boinc-train-build-", dir=_made(cache_dir)) as folder:
         work = Path(folder)
-        program = run_pyinstaller(entry, work, report)
+        program = run_pyinstaller(kind, work, report)
         build_seconds = time.monotonic() - began
         report("starting it once", 0.97)
         facts = Facts(
             hashlib.sha256(program.read_bytes()).hexdigest(),
             round(build_seconds, 2),
-            round(try_start(program, work), 3),
+            round(try_start(program, work, kind.probe), 3),
             needed_glibc(work),
         )
         if cache_dir is not None:
             write_cache(cached, program, facts)
-        built = write_folder(output_dir, version, program, digest, facts, reused=False, app=app)
+        built = write_folder(output_dir, version, program, digest, facts, False, app, plan_class)
     report("done", 1.0)
     return built
 
@@ -211,15 +211,16 @@ def _made(folder: Path | None) -> Path | None:
     return folder
 
 
-def check_tools() -> None:
+def check_tools(kind: Kind = NUMPY) -> None:
     """PyInstaller and a Python with a shared library are needed; raises BuildError."""
     import sysconfig
 
-    for package in PACKAGES:
+    for package in (*PACKAGES, *kind.packages):
         try:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise BuildError(f"{package} is not installed: pip install 'boinc-train[package]'") from None
+            extras = "package,opencl" if package in kind.packages else "package"
+            raise BuildError(f"{package} is not installed: pip install 'boinc-train[{extras}]'") from None
     if (
         not sysconfig.get_config_var("Py_ENABLE_SHARED")
         and not Path("/usr/lib/x86_64-linux-gnu")
@@ -250,41 +251,63 @@ def check_numpy(baseline: Iterable[str]) -> None:
         )
 
 
-def sources_digest(entry: Path = ENTRY) -> str:
+def sources_digest(kind: Kind = NUMPY) -> str:
     """What decides a build: our sources, this file, the packages, Python and the C library (hex SHA-256)."""
     digest = hashlib.sha256()
-    facts = [sys.version, platform.libc_ver()[1], *(f"{p} {importlib.metadata.version(p)}" for p in PACKAGES)]
-    digest.update(json.dumps(facts).encode("utf-8"))
-    files = [entry, Path(__file__)]
+    packages = (*PACKAGES, *kind.packages)
+    facts = [sys.version, platform.libc_ver()[1], *(f"{p} {importlib.metadata.version(p)}" for p in packages)]
+    digest.update(json.dumps([kind.backend, facts]).encode("utf-8"))
+    files = [kind.entry, Path(__file__)]
     for name in SOURCES:
         path = REPOSITORY / name
-        files += [path] if path.is_file() else path.rglob("*.py")
+        files += [path] if path.is_file() else [each for each in path.rglob("*") if each.suffix in (".py", ".cl")]
     for path in sorted(set(files)):
         name = path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else path.name
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
-def pyinstaller_command(entry: Path, work: Path) -> Sequence[str]:
-    """The command that builds `work`/dist/gradient."""
-    command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--onefile", "--name", APP_NAME]
-    command += ["--runtime-tmpdir", ".", "--noupx", "--paths", str(REPOSITORY)]
-    command += ["--distpath", str(work / "dist"), "--workpath", str(work / "build"), "--specpath", str(work)]
-    for name in HIDDEN_IMPORTS:
+def specification_command(kind: Kind, work: Path) -> Sequence[str]:
+    """The command that writes `work`/gradient.spec, PyInstaller's description of the program."""
+    command = [sys.executable, "-m", "PyInstaller.utils.cliutils.makespec", "--onefile", "--name", APP_NAME]
+    command += ["--runtime-tmpdir", ".", "--noupx", "--paths", str(REPOSITORY), "--specpath", str(work)]
+    for name in (*HIDDEN_IMPORTS, *kind.hidden):
         command += ["--hidden-import", name]
-    for name in EXCLUDED:
+    for name in (*EXCLUDED, *kind.excluded):
         command += ["--exclude-module", name]
-    return [*command, str(entry)]
+    for source, place in kind.data:
+        command += ["--add-data", f"{REPOSITORY / source}{os.pathsep}{place}"]
+    return [*command, str(kind.entry)]
 
 
-def run_pyinstaller(entry: Path, work: Path, report: Progress) -> Path:
+def leave_out(libraries: Iterable[str], work: Path) -> None:
+    """Strike libraries from the specification: they are taken from the volunteer's system.
+
+    A packed C++ library would be used by OpenCL drivers too, which may need a newer one and then are not found.
+    """
+    path, mark = work / f"{APP_NAME}.spec", "pyz = PYZ("
+    text = path.read_text(encoding="utf-8")
+    assert mark in text, text
+    names = sorted(libraries)
+    line = f"a.binaries = [each for each in a.binaries if each[0] not in {names!r}]\n"
+    path.write_text(text.replace(mark, line + mark, 1), encoding="utf-8")
+
+
+def run_pyinstaller(kind: Kind, work: Path, report: Progress) -> Path:
     """Run PyInstaller in `work`; returns the program. Raises BuildError with the log's last lines."""
     # Fixed hash seed and time: the same sources give the same file, as BOINC's immutable file names want.
     environment = {**os.environ, "PYTHONHASHSEED": "1", "SOURCE_DATE_EPOCH": "1700000000"}
     environment["PYINSTALLER_CONFIG_DIR"] = str(work / "config")  # nothing in the home folder
+    made = subprocess.run(
+        specification_command(kind, work), cwd=work, env=environment, capture_output=True, text=True, errors="replace"
+    )
+    if made.returncode:
+        raise BuildError("PyInstaller failed; its last lines were:\n" + made.stderr[-2000:])
+    leave_out(kind.of_the_system, work)
     log: list[str] = []
+    command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--distpath", str(work / "dist")]
     with subprocess.Popen(
-        pyinstaller_command(entry, work),
+        [*command, "--workpath", str(work / "build"), str(work / f"{APP_NAME}.spec")],
         cwd=work,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -304,9 +327,12 @@ def run_pyinstaller(entry: Path, work: Path, report: Progress) -> Path:
     return program
 
 
-def try_start(program: Path, work: Path) -> float:
-    """Start the program once in an empty folder; returns the seconds it took. Raises BuildError if it
-    cannot run.
+_DOES_NOT_START = r"ImportError|ModuleNotFoundError|No module named|cannot import|\[PYI-\d+:ERROR\]|Failed to"
+
+
+def try_start(program: Path, work: Path, probe: Sequence[str] = ()) -> float:
+    """Start the program in an empty folder, with the options of `probe` too; returns the seconds it took without
+    them. Raises BuildError if it cannot run.
 
     Without a task it ends with its own exit code for missing input; what counts is that Python and its
     modules came up.
@@ -314,10 +340,15 @@ def try_start(program: Path, work: Path) -> float:
     folder = work / "start"
     folder.mkdir()
     began = time.monotonic()
-    done = subprocess.run([program], cwd=folder, capture_output=True, text=True, errors="replace", timeout=300)
-    seconds = time.monotonic() - began
-    if re.search(r"ImportError|ModuleNotFoundError|\[PYI-\d+:ERROR\]|Failed to", done.stderr) or done.returncode < 0:
-        raise BuildError("the built program does not start:\n" + done.stderr[-2000:])
+    seconds = 0.0
+    for options in ((), probe) if probe else ((),):
+        done = subprocess.run(
+            [program, *options], cwd=folder, capture_output=True, text=True, errors="replace", timeout=300
+        )
+        seconds = seconds or time.monotonic() - began
+        words = done.stderr + done.stdout
+        if done.returncode < 0 or re.search(_DOES_NOT_START, words):
+            raise BuildError("the built program does not start:\n" + words[-2000:])
     return seconds
 
 
@@ -417,15 +448,16 @@ def write_folder(
 
 
 def main() -> None:
-    """`python -m apps.packaging.build OUTPUT [VERSION]`: build and print the facts as JSON."""
+    """`python -m apps.packaging.build OUTPUT [VERSION [BACKEND]]`: build and print the facts as JSON."""
     arguments = sys.argv[1:]
-    if not 1 <= len(arguments) <= 2:
-        sys.exit("usage: python -m apps.packaging.build OUTPUT [VERSION]")
+    if not 1 <= len(arguments) <= 3 or arguments[2:] not in ([], *([name] for name in KINDS)):
+        sys.exit(f"usage: python -m apps.packaging.build OUTPUT [VERSION [{'|'.join(KINDS)}]]")
     try:
         built = build_app(
             Path(arguments[0]),
-            version=arguments[1] if len(arguments) == 2 else DEFAULT_VERSION,
+            version=arguments[1] if len(arguments) > 1 else DEFAULT_VERSION,
             cache_dir=CACHE,
+            kind=KINDS[arguments[2]] if len(arguments) > 2 else NUMPY,
             progress=lambda stage, share: print(f"{share:4.0%} {stage}", file=sys.stderr, flush=True),
         )
     except BuildError as error:

@@ -29,6 +29,7 @@ from boinc_project.cli.errors import Mistake
 from boinc_project.cli.jobs import create_job, write_weights
 from boinc_project.cli.project import (
     Flag,
+    Program,
     build_and_publish,
     port_of,
     prepare_project,
@@ -65,6 +66,7 @@ class Plan:
     job_toml: Path
     clients: str
     minutes: float
+    backend: str = "numpy"
 
 
 @click.command()
@@ -89,8 +91,15 @@ class Plan:
     show_default=True,
     help="auto takes stock BOINC clients if they are installed.",
 )
-@click.option("--minutes", default=10.0, show_default=True, help="Give up after so many minutes.")
-def demo(output: Path, job_toml: Path, clients: str, minutes: float) -> None:
+@click.option(
+    "--backend",
+    type=click.Choice(["numpy", "opencl"]),
+    default="numpy",
+    show_default=True,
+    help="What the volunteers' program computes with; opencl needs an OpenCL driver for the processor (PoCL).",
+)
+@click.option("--minutes", default=20.0, show_default=True, help="Give up after so many minutes.")
+def demo(output: Path, job_toml: Path, clients: str, backend: str, minutes: float) -> None:
     """Train a small model with two volunteers on this machine and show how it went."""
     console = Console()
     if clients == "stock" and not stock_client_available():
@@ -102,7 +111,7 @@ def demo(output: Path, job_toml: Path, clients: str, minutes: float) -> None:
         kind = "stock" if stock_client_available() else "scripted"
         if kind == "scripted":
             console.print("The stock BOINC client is not installed: two scripted volunteers do its work.")
-    plan = Plan(fresh_folder(output), job_toml, kind, minutes)
+    plan = Plan(fresh_folder(output), job_toml, kind, minutes, backend)
     with stop_on_signals() as stopping:
         run_demo(plan, console, stopping)
 
@@ -129,7 +138,7 @@ def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
     project_dir = plan.output / "project"
     tree = prepare_project(project_dir, free_port(), "boinc-train demo", {"gt_dry_rpc_delay": 3})
     console.print("Building the application that volunteers run (under a minute, or from the cache).", soft_wrap=True)
-    build_and_publish(tree, "1.00", None, console)
+    build_and_publish(tree, "1.00", None, console, program=Program(plan.backend))
     console.print(f"Tracing the model of {plan.job_toml} and publishing it with its data.", soft_wrap=True)
     create_job(tree, plan.job_toml, console)
     with tree.database() as database, database.read() as connection:
@@ -253,7 +262,9 @@ def finish(plan: Plan, tree: ProjectTree, job_name: str, console: Console, secon
         with database.read() as connection:
             newest = store.version_row(connection, job.id, job.current_version)
     assert newest is not None, job_name
-    found.update(clients=plan.clients, seconds=round(seconds, 1), preparation_seconds=round(preparation, 1))
+    found.update(
+        clients=plan.clients, backend=plan.backend, seconds=round(seconds, 1), preparation_seconds=round(preparation, 1)
+    )
     (plan.output / "report.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     report.draw(found, plan.output / "loss.png")
     write_weights(job, newest, plan.output / "weights.safetensors")
@@ -274,6 +285,7 @@ def finish(plan: Plan, tree: ProjectTree, job_name: str, console: Console, secon
         f"results={found['valid_results']}",
         f"hosts={hosts}",
         f"clients={plan.clients}",
+        f"backend={plan.backend}",
         f"seconds={seconds:.0f}",
     ]
     print("demo ok: " + " ".join(parts))

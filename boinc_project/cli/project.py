@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from boinc_project.config import find_project_dir
 from boinc_project.processes import Processes, daemon_commands, only_starter, refuse_second_starter
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import ProjectLock
+from boinc_project.standard import plan_classes
 from boinc_project.standard.install import is_standard
 from boinc_project.standard.record import Record
 
@@ -278,10 +280,29 @@ def stop_on_signals() -> Iterator[Flag]:
     default=None,
     help="Folder that keeps finished builds (default: .cache/app-builds in the repository, or in ~/.cache).",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["numpy", "opencl"]),
+    default="numpy",
+    show_default=True,
+    help="What the program computes with: numpy on any processor, or OpenCL on GPUs.",
+)
+@click.option(
+    "--plan-class",
+    "hosts",
+    multiple=True,
+    help="For which hosts; may be repeated (default: all for numpy, our classes of that name for opencl).",
+)
 @click.option("--no-publish", is_flag=True, help="Only build; publish later with BOINC's update_versions.")
 @app_option
 def build_app(
-    project_dir: Path | None, version: str, cache: Path | None, no_publish: bool, app_name: str | None
+    project_dir: Path | None,
+    version: str,
+    cache: Path | None,
+    backend: str,
+    hosts: tuple[str, ...],
+    no_publish: bool,
+    app_name: str | None,
 ) -> None:
     """Build the volunteers' application (one file, no Python needed) and publish it in the project.
 
@@ -291,10 +312,29 @@ def build_app(
     app_name = app_of(tree, app_name)
     console = Console(stderr=True)
     standard = is_standard(tree.config)
-    folder = build_and_publish(tree, version, cache, console, publish=not (no_publish or standard), app_name=app_name)
-    console.print(f"The app version is in {folder}.", soft_wrap=True)
+    program = Program(backend, hosts or classes_of(backend))
+    folders = build_and_publish(
+        tree, version, cache, console, publish=not (no_publish or standard), app_name=app_name, program=program
+    )
+    for folder in folders:
+        console.print(f"The app version is in {folder}.", soft_wrap=True)
     if standard:
         console.print(f"Publish it: cd {tree.project_dir} && bin/update_versions", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is built: a backend's program, for the hosts of some plan classes ('': all)."""
+
+    backend: str = "numpy"
+    plan_classes: tuple[str, ...] = ("",)
+
+
+def classes_of(backend: str) -> tuple[str, ...]:
+    """The plan classes that a backend's program is for unless somebody says otherwise."""
+    if backend == "numpy":
+        return ("",)
+    return tuple(each.name for each in plan_classes.CLASSES if each.name.startswith(f"{backend}_"))
 
 
 def app_of(tree: ProjectTree, app_name: str | None) -> str:
@@ -314,9 +354,10 @@ def build_and_publish(
     console: Console,
     publish: bool = True,
     app_name: str = APP_NAME,
-) -> Path:
-    """Build the app into the project's apps/ folder and publish it as update_versions does."""
-    from apps.packaging.build import CACHE
+    program: Program = Program(),
+) -> list[Path]:
+    """Build the app into the project's apps/ folder and publish it as update_versions does; returns its folders."""
+    from apps.packaging.build import CACHE, KINDS
     from apps.packaging.build import build_app as build
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -326,9 +367,15 @@ def build_and_publish(
         def report(stage: str, share: float) -> None:
             bars.update(task, completed=share, description=f"building the application: {stage}")
 
-        built = build(tree.project_dir, version, cache or CACHE, report, app=app_name)
+        made = [
+            build(tree.project_dir, version, cache or CACHE, report, app_name, KINDS[program.backend], plan_class)
+            for plan_class in program.plan_classes
+        ]
     if publish:
+        specification = tree.project_dir / "plan_class_spec.xml"
+        if any(program.plan_classes) and not specification.exists():
+            specification.write_text(plan_classes.specification(), encoding="ascii")
         with tree.database() as database:
             add_app(database, app_name, APP_TITLE)
             update_versions(tree, database)
-    return built.folder
+    return [each.folder for each in made]

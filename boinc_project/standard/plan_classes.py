@@ -105,6 +105,12 @@ CLASSES = (
 )
 
 
+def specification() -> str:
+    """A whole plan_class_spec.xml of our classes."""
+    lines = [f"    {line}" for each in CLASSES for line in each.lines()]
+    return "\n".join(["<plan_classes>", *lines, "</plan_classes>"]) + "\n"
+
+
 def processor_of(plan_class: str) -> str:
     """Which processor BOINC takes a class of this name to be for; 'cpu' if none of its words occurs in it."""
     return next((processor for word, processor in _PROCESSORS if word in plan_class), "cpu")

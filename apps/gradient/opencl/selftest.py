@@ -35,6 +35,8 @@ Array = np.ndarray[Any, Any]
 TOLERANCE_OF_VALUE = 1e-4
 TOLERANCE_OF_LARGEST = 2e-5
 
+MOST_MARKS = 32  # of tests that were passed, in the cache folder
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -349,3 +351,6 @@ def _leave(mark: Path) -> None:
         descriptor, temporary = tempfile.mkstemp(".tmp", "selftest-", mark.parent)
         os.close(descriptor)
         os.replace(temporary, mark)
+        older = sorted(mark.parent.glob("selftest-*"), key=lambda path: path.stat().st_mtime)
+        for path in older[:-MOST_MARKS]:
+            path.unlink()

@@ -33,13 +33,15 @@ def test_a_version_that_is_not_boincs_is_refused(tmp_path: Path, version: str) -
 def test_the_digest_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = tmp_path / "main.py"
     entry.write_text("print(1)")
-    first = build.sources_digest(entry)
-    assert first == build.sources_digest(entry)
+    kind = build.Kind("numpy", entry)
+    first = build.sources_digest(kind)
+    assert first == build.sources_digest(kind)
+    assert build.sources_digest(build.Kind("opencl", entry)) != first
     entry.write_text("print(2)")
-    assert build.sources_digest(entry) != first
+    assert build.sources_digest(kind) != first
     entry.write_text("print(1)")
     monkeypatch.setattr(build, "PACKAGES", ("numpy",))
-    assert build.sources_digest(entry) != first
+    assert build.sources_digest(kind) != first
 
 
 def test_a_half_written_or_damaged_cache_entry_is_not_used(tmp_path: Path) -> None:
@@ -71,24 +73,48 @@ def test_only_the_newest_builds_stay_in_the_cache(tmp_path: Path) -> None:
     ]
 
 
-def test_torch_is_left_out_and_files_stay_in_the_slot() -> None:
-    command = list(build.pyinstaller_command(build.ENTRY, Path("/work")))
-    assert command[command.index("--runtime-tmpdir") + 1] == "."
-    excluded = [command[i + 1] for i, word in enumerate(command) if word == "--exclude-module"]
+def after(command: list[str], option: str) -> list[str]:
+    """The values of an option that may be repeated."""
+    return [command[place + 1] for place, word in enumerate(command) if word == option]
+
+
+@pytest.mark.parametrize("kind", build.KINDS.values(), ids=build.KINDS)
+def test_torch_is_left_out_and_files_stay_in_the_slot(kind: build.Kind) -> None:
+    command = list(build.specification_command(kind, Path("/work")))
+    assert after(command, "--runtime-tmpdir") == ["."]
+    excluded = after(command, "--exclude-module")
     assert "torch" in excluded and "numpy" not in excluded
+    assert ("pyopencl" in excluded) is (kind.backend == "numpy")
+    assert command[-1] == str(kind.entry)
+
+
+def test_the_opencl_program_holds_every_kernel() -> None:
+    (data,) = after(list(build.specification_command(build.OPENCL, Path("/work"))), "--add-data")
+    pattern, place = data.split(os.pathsep)
+    assert list(Path(pattern).parent.glob(Path(pattern).name)) and place == "apps/gradient/kernels"
+
+
+def test_the_systems_own_cpp_library_is_used_where_drivers_need_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "gradient.spec"
+    path.write_text("a = Analysis()\npyz = PYZ(a.pure)\nexe = EXE(pyz)\n")
+    build.leave_out(build.OPENCL.of_the_system, tmp_path)
+    lines = path.read_text().splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["a", "a.binaries", "pyz", "exe"]
+    assert "libstdc++.so.6" in lines[1]
 
 
 def test_a_failed_build_says_so_with_the_logs_end(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="PyInstaller failed"):
-        build.run_pyinstaller(tmp_path / "missing.py", tmp_path, lambda stage, share: None)
+        build.run_pyinstaller(build.Kind("numpy", tmp_path / "missing.py"), tmp_path, lambda stage, share: None)
 
 
-def test_a_program_that_does_not_start_is_not_published(tmp_path: Path) -> None:
+@pytest.mark.parametrize("probe", [(), ("--devices",)])
+def test_a_program_that_does_not_start_is_not_published(tmp_path: Path, probe: tuple[str, ...]) -> None:
     program = tmp_path / "program"
-    program.write_text(f"#!{sys.executable}\nimport no_such_module\n")
+    program.write_text(f"#!{sys.executable}\nimport sys\nif sys.argv[1:] == {list(probe)}: import no_such_module\n")
     program.chmod(0o755)
     with pytest.raises(BuildError, match=r"does not start(.|\n)*no_such_module"):
-        build.try_start(program, tmp_path)
+        build.try_start(program, tmp_path, probe)
 
 
 @pytest.mark.parametrize(("app", "plan_class"), [("gradient", ""), ("second", ""), ("gradient", "opencl_ati_gt")])
