@@ -67,6 +67,7 @@ def test_only_the_newest_builds_stay_in_the_cache(tmp_path: Path) -> None:
         os.utime(tmp_path / "cache" / f"gradient-{number}", (number, number))
     build.write_cache(tmp_path / "cache" / "gradient-5", program, facts)
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
+        "gradient-2",
         "gradient-3",
         "gradient-4",
         "gradient-5",
