@@ -22,24 +22,21 @@
 #define IS_FLOAT 0
 #endif
 
-/* A sum is s.x + s.y: the floats' own running sum, and all that was rounded off it (Knuth's exact two-sum). The chain of
-   dependent operations is one addition an element. Infinities and NaN are in s.x. */
+/* Of floats, `sum` is their own running sum and `rest` all that was rounded off it (Knuth's exact two-sum), so that the
+   chain of dependent operations is one addition an element. Where sum is infinite or NaN, rest is NaN. */
 #if IS_FLOAT
-#define STATE float2
-static inline float2 plus(float2 sum, float x)
-{
-    const float total = sum.x + x;
-    const float part = total - sum.x;
-    return (float2)(total, sum.y + ((sum.x - (total - part)) + (x - part)));
-}
-static inline float value(float2 sum)
-{
-    return isfinite(sum.x) ? sum.x + sum.y : sum.x;
-}
+#define STATE float sum = 0.0f, rest = 0.0f
+#define VALUE (rest == rest ? sum + rest : sum)
+#define ADD(x) \
+    { \
+        const float next = (x), all = sum + next, part = all - sum; \
+        rest += (sum - (all - part)) + (next - part); \
+        sum = all; \
+    }
 #else
-#define STATE ACC
-#define plus(sum, x) ((sum) + (x))
-#define value(sum) (sum)
+#define STATE ACC sum = 0
+#define VALUE sum
+#define ADD(x) sum += (x);
 #endif
 
 __kernel void scan_segments(__global const IN *x, int x_at, __global const ACC *carry, int carry_at, __global ACC *out,
@@ -52,13 +49,13 @@ __kernel void scan_segments(__global const IN *x, int x_at, __global const ACC *
     const int start = (a * length + first) * columns + column;
     __global const IN *from = x + x_at + start;
     __global ACC *to = out + out_at + start;
-    STATE sum = (STATE)(0);
+    STATE;
     if (part > 0)
-        sum = plus(sum, carry[carry_at + (a * segments + part) * columns + column]);
+        ADD(carry[carry_at + (a * segments + part) * columns + column])
 #pragma unroll 1
     for (int i = first; i < last; ++i, from += columns, to += columns) {
-        sum = plus(sum, *from);
-        *to = value(sum);
+        ADD(*from)
+        *to = VALUE;
     }
 }
 
@@ -68,11 +65,11 @@ __kernel void scan_carries(__global ACC *carry, int carry_at, int columns, int o
     if (column >= columns || a >= outer)
         return;
     __global ACC *at = carry + carry_at + a * segments * columns + column;
-    STATE sum = (STATE)(0);
+    STATE;
 #pragma unroll 1
     for (int part = 0; part < segments; ++part, at += columns) {
         const ACC own = *at;
-        *at = value(sum);
-        sum = plus(sum, own);
+        *at = VALUE;
+        ADD(own)
     }
 }
