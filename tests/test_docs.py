@@ -41,6 +41,7 @@ DAEMONS = {"gt_work_generator": work_generator, "gt_validator": validator, "gt_a
 OTHER_OPTIONS = {
     "--long",  # scripts/test
     "--nthreads",  # the application
+    "--devices",
     "--allow_multiple_clients",  # boinc
     "--gui_rpc_port",
     "--host",  # boinccmd
