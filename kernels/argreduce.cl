@@ -29,6 +29,9 @@
 #ifndef OUT
 #define OUT long
 #endif
+#ifndef ROWS
+#define ROWS 1
+#endif
 
 #if SMALLEST
 #define BEYOND(a, b) ((a) < (b))

@@ -34,6 +34,9 @@
 #ifndef NV
 #define NV 1
 #endif
+#ifndef ROWS
+#define ROWS 1
+#endif
 
 #define CHAIN 64 /* additions in one chain, before its sum is added to another: rounding errors stay few */
 

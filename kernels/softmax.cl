@@ -27,6 +27,9 @@
 #ifndef VW
 #define VW 1
 #endif
+#ifndef ROWS
+#define ROWS 1
+#endif
 
 #define CHAIN 64 /* additions in one chain, before its sum is added to another: rounding errors stay few */
 
