@@ -11,7 +11,7 @@
  *                (on a GPU: b_at, the strides and N are multiples of VW)
  *
  * Kernels:
- *   gemm       the product
+ *   gemm       the product, summed over from <= k < to
  *   gemm_sum   c = the sum of the parts that gemm made with SPLIT, in order, plus the bias
  * c is written as vectors if c_n is 1, STORE_VECTORS is set and, on a GPU, c_at and the strides are multiples of VW.
  */
@@ -24,9 +24,6 @@
 #endif
 #ifndef TM
 #define TM 8 /* rows of a tile */
-#endif
-#ifndef UNROLL
-#define UNROLL 1 /* steps of k at once */
 #endif
 #ifndef A_PACKED
 #define A_PACKED 1
@@ -48,6 +45,9 @@
 #endif
 #ifndef BIAS
 #define BIAS 0 /* 1: one for each column, 2: one for each row, 3: one for each element */
+#endif
+#ifndef MORE
+#define MORE 0 /* 1: the sum is added to what c holds */
 #endif
 #ifndef SPLIT
 #define SPLIT 0 /* 1: each of `parts` items of dimension 2 sums its own part of K into c + part * c_part */
@@ -89,17 +89,17 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
 #if SPLIT
                    int parts, int part_k, int c_part,
 #endif
-                   int M, int N, int K)
+                   int M, int N, int K, int from, int to)
 {
     const int column = (int)get_global_id(0) * TN, row = (int)get_global_id(1) * TM;
     if (column >= N || row >= M)
         return;
 #if SPLIT
     const int batch = (int)get_global_id(2) / parts, part = (int)get_global_id(2) - batch * parts;
-    const int first = part * part_k, stop = min(first + part_k, K);
+    const int first = from + part * part_k, stop = min(first + part_k, to);
     c += part * c_part;
 #else
-    const int batch = get_global_id(2), first = 0, stop = K;
+    const int batch = get_global_id(2), first = from, stop = to;
 #endif
     int a_own = batch, b_own = batch;
 #if REPEATS == 1
@@ -137,7 +137,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
             sum[i][j] = (VEC)(0.0f);
     }
 
-#pragma unroll UNROLL
+#pragma unroll 1
     for (int k = first; k < stop; k++) {
         VEC right[NV];
 #pragma unroll
@@ -224,10 +224,19 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
         for (int i = 0; i < TM; i++) {
 #pragma unroll
             for (int j = 0; j < NV; j++)
+#if MORE
+                VSTORE(sum[i][j] + VLOAD(j, c + i * c_m), j, c + i * c_m);
+#else
                 VSTORE(sum[i][j], j, c + i * c_m);
+#endif
         }
         return;
     }
+#endif
+#if MORE
+#define GIVE(place, value) place += (value)
+#else
+#define GIVE(place, value) place = (value)
 #endif
 #if EDGE == 2
     float tile[TM * TN];
@@ -241,7 +250,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
     for (int n = lag; n < stop_column; n++) {
 #pragma unroll 1
         for (int i = 0; i < rows; i++)
-            c[i * c_m + n * c_n] = tile[i * TN + n];
+            GIVE(c[i * c_m + n * c_n], tile[i * TN + n]);
     }
 #elif EDGE || !STORE_VECTORS
 #pragma unroll
@@ -251,9 +260,9 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
 #if EDGE
 #define STORE_LANE(e, s)                                                                                               \
     if ((i < rows) & (j * VW + e >= lag) & (j * VW + e < stop_column))                                                 \
-        c[i * c_m + (j * VW + e) * c_n] = sum[i][j].s;
+        GIVE(c[i * c_m + (j * VW + e) * c_n], sum[i][j].s);
 #else
-#define STORE_LANE(e, s) c[i * c_m + (j * VW + e) * c_n] = sum[i][j].s;
+#define STORE_LANE(e, s) GIVE(c[i * c_m + (j * VW + e) * c_n], sum[i][j].s);
 #endif
             EACH_LANE(STORE_LANE)
         }

@@ -17,7 +17,7 @@ from typing import Union
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.facts import DeviceFacts
-from apps.gradient.opencl.tiles import Product, Recipe, Side, choose, parts_of_row
+from apps.gradient.opencl.tiles import Product, Recipe, Side, Tile, choose, parts_of_row
 from apps.gradient.opencl.values import Argument, Define, Read, View, Write
 from apps.gradient.opencl.walks import expanded
 
@@ -39,6 +39,7 @@ Operand = Union[View, Panels]
 
 GROUP_WORK = 200_000  # multiply-adds of a work-group, on CPUs: some microseconds
 PANEL_BYTES = 128 << 20  # of a packed operand: a larger one is packed in parts
+LONG_K = 1024  # steps of k in one launch, on CPUs, if there are many more
 CACHED_FLOATS = 64 << 10  # what stays in the second-level cache of a CPU
 
 
@@ -153,47 +154,52 @@ def product(emit: Emitter, left: Operand, right: Operand, c: View, bias: View | 
         "TM": tile.rows,
         "NV": tile.across,
         "VW": tile.vector,
-        "UNROLL": tile.unroll if isinstance(left, Panels) else 1,
         "A_PACKED": int(isinstance(left, Panels)),
         "A_VECTORS": int(device.group_form and tile.rows % 4 == 0 and isinstance(left, Panels)),
         "B_PACKED": int(isinstance(right, Panels)),
         "REPEATS": repeats,
         "EDGE": int(not inside) if device.group_form else 2,
         "STORE_VECTORS": int(target.strides[2] == 1 and _loads_vectors(device, target)),
-        "BIAS": _bias_kind(bias) if sums is None else 0,
         "SPLIT": int(sums is not None),
     }
-    arguments: list[Argument] = []
+    operands: list[Argument] = []
     if isinstance(left, Panels):
-        arguments += [Read(left.view), left.batch_stride, 0, 0]
+        operands += [Read(left.view), left.batch_stride, 0, 0]
     else:
-        arguments += [Read(left), _batch_stride(left), *left.strides[1:]]
+        operands += [Read(left), _batch_stride(left), *left.strides[1:]]
     if isinstance(right, Panels):
-        arguments += [Read(right.view), right.batch_stride, 0]
+        operands += [Read(right.view), right.batch_stride, 0]
     else:
-        arguments += [Read(right), _batch_stride(right), right.strides[2]]
+        operands += [Read(right), _batch_stride(right), right.strides[2]]
     if repeats:
-        arguments.append(left_batches if repeats == 1 else right_batches)
-    if sums is None:
-        arguments += _bias_arguments(bias)
-    arguments += [Write(target), *target.strides]
+        operands.append(left_batches if repeats == 1 else right_batches)
+    results: list[Argument] = [Write(target), *target.strides]
     if sums is not None:
-        arguments += [parts, part_k, batch * m * n]
+        results += [parts, part_k, batch * m * n]
     across, down = -(-n // tile.columns), -(-m // tile.rows)
-    emit.launch(
-        "gemm.cl",
-        "gemm",
-        (across, down, batch * parts),
-        [*arguments, m, n, k],
-        defines=defines,
-        local_size=_tile_local(
-            device, across, down, batch * parts, tile.rows * tile.columns * k // parts, tile.columns * k // parts
-        ),
-        split=1,
-        flops=2 * batch * m * n * k,
-    )
+    for steps in [range(k)] if device.group_form or sums is not None else _stretches(k):
+        biased = bias if sums is None and steps.start == 0 else None
+        emit.launch(
+            "gemm.cl",
+            "gemm",
+            (across, down, batch * parts),
+            [*operands, *_bias_arguments(biased), *results, m, n, k, steps.start, steps.stop],
+            defines={**defines, "BIAS": _bias_kind(biased), "MORE": int(steps.start > 0)},
+            local_size=_tile_local(device, (across, down, batch * parts), tile, len(steps) // parts),
+            split=1,
+            flops=2 * batch * m * n * len(steps),
+        )
     if sums is not None:
         _sum_parts(emit, sums, c, bias)
+
+
+def _stretches(k: int) -> list[range]:
+    """Parts of K that a CPU adds to the result one after the other, so that the panels of a tile stay in its caches."""
+    if k < LONG_K + LONG_K // 2:
+        return [range(k)]
+    step = -(-k // -(-k // LONG_K))
+    step += -step % 16
+    return [range(start, min(start + step, k)) for start in range(0, k, step)]
 
 
 def _parts(k: int, wanted: int) -> tuple[int, int]:
@@ -246,12 +252,13 @@ def _batch_stride(x: View) -> int:
     return 0 if x.shape[0] == 1 else x.strides[0]
 
 
-def _tile_local(device: DeviceFacts, across: int, down: int, deep: int, work: int, panel: int) -> tuple[int, int, int]:
-    """Work-group of gemm.cl, of few different sizes, for so many tiles; `work` multiply-adds of a tile.
+def _tile_local(device: DeviceFacts, tiles: tuple[int, int, int], tile: Tile, steps: int) -> tuple[int, int, int]:
+    """Work-group of gemm.cl, of few different sizes, for so many tiles that sum up `steps` of k.
 
     A CPU's thread runs the items of a group one after the other, along dimension 0 first: the tiles of a row of tiles
-    share its rows of a, and the next row finds their columns of b (`panel` floats each) still in the cache.
+    share its rows of a, and the next row finds their columns of b still in the cache.
     """
+    across, down, deep = tiles
     if device.group_form:
         most = min(device.wavefront, device.max_work_group)
         rows = 8
@@ -259,6 +266,7 @@ def _tile_local(device: DeviceFacts, across: int, down: int, deep: int, work: in
             rows //= 2
         return most // rows, rows, 1
     items = min(16, device.max_work_group)  # several groups for each unit, each with some microseconds of work
+    work, panel = tile.rows * tile.columns * steps, tile.columns * steps
     while items > 1 and items * work > GROUP_WORK and across * down * deep < items * 4 * device.compute_units:
         items //= 2
     wide = items

@@ -22,14 +22,12 @@ MOST_PARTS = 64
 class Tile:
     """One item's part of the result: `rows` x (`across` * `vector`) elements; gemm.cl's TM, NV and VW.
 
-    unroll       steps of k at once
     efficiency   share of the device's full speed that the tile reaches on packed operands
     """
 
     rows: int
     across: int
     vector: int
-    unroll: int = 1
     efficiency: float = 1.0
 
     @property
@@ -38,11 +36,11 @@ class Tile:
 
 
 _GPU_TILES = (
-    Tile(8, 2, 4, efficiency=0.61),
-    Tile(4, 2, 4, efficiency=0.49),
-    Tile(8, 1, 4, efficiency=0.49),
-    Tile(4, 1, 4, efficiency=0.40),
-    Tile(1, 1, 4, efficiency=0.20),
+    Tile(8, 2, 4, 0.61),
+    Tile(4, 2, 4, 0.49),
+    Tile(8, 1, 4, 0.49),
+    Tile(4, 1, 4, 0.40),
+    Tile(1, 1, 4, 0.20),
 )
 
 
@@ -61,18 +59,18 @@ def default_tiles(device: DeviceFacts) -> tuple[Tile, ...]:
     vector = device.vector_width
     if vector == 16:
         return (
-            Tile(12, 1, 16, 2, 0.95),
-            Tile(8, 1, 16, 2, 0.85),
-            Tile(4, 2, 16, 2, 0.85),
-            Tile(4, 1, 16, 2, 0.6),
-            Tile(1, 4, 16, 2, 0.3),
+            Tile(12, 1, 16, 0.95),
+            Tile(8, 1, 16, 0.85),
+            Tile(4, 2, 16, 0.85),
+            Tile(4, 1, 16, 0.6),
+            Tile(1, 4, 16, 0.3),
         )
     return (
-        Tile(6, 2, vector, 2, 0.92),
-        Tile(4, 2, vector, 2, 0.88),
-        Tile(8, 1, vector, 2, 0.75),
-        Tile(2, 4, vector, 2, 0.7),
-        Tile(1, 8, vector, 2, 0.4),
+        Tile(6, 2, vector, 0.92),
+        Tile(4, 2, vector, 0.88),
+        Tile(8, 1, vector, 0.75),
+        Tile(2, 4, vector, 0.7),
+        Tile(1, 8, vector, 0.4),
     )
 
 
@@ -177,10 +175,10 @@ def cost(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
     if recipe.turned:
         total += results * min(costs.scattered, 2.0 * product.right.rows)
     if recipe.parts > 1:
-        total += costs.pack * results * recipe.parts + costs.launch * device.compute_units
+        total += _moving(costs, results * recipe.parts) + costs.launch * device.compute_units
     for side, packs in ((product.left, recipe.pack_a), (product.right, recipe.pack_b)):
         if packs and not side.ready:
-            total += costs.pack * side.batches * side.rows * product.k + costs.launch * device.compute_units
+            total += _moving(costs, side.batches * side.rows * product.k) + costs.launch * device.compute_units
     return total
 
 
@@ -188,7 +186,8 @@ def cost(device: DeviceFacts, product: Product, recipe: Recipe) -> float:
 class _Costs:
     """In multiply-adds of the whole device, unless noted.
 
-    pack        moving one element (also into and out of a sum of parts)
+    near, far   moving one element (packing it, or into and out of a sum of parts), where a cache holds them or not
+    held        elements that a cache holds
     launch      one more launch, of one unit of the device
     start       an item's work outside of its loop
     scattered   writing one element of a turned result, at most: a result of few rows stays in the cache meanwhile
@@ -198,7 +197,9 @@ class _Costs:
     cached      floats of an operand for which that does not matter
     """
 
-    pack: float
+    near: float
+    far: float
+    held: int
     launch: float
     start: float
     scattered: float
@@ -207,8 +208,12 @@ class _Costs:
     cached: int
 
 
-_CPU = _Costs(48, 2e5, 1500, 300, 1.03, 0.5, 8 << 10)
-_GPU = _Costs(80, 1e6, 500, 100, 1.3, 0.2, 0)
+_CPU = _Costs(16, 50, 300_000, 2e5, 1500, 300, 1.03, 0.5, 8 << 10)
+_GPU = _Costs(80, 80, 0, 1e6, 500, 100, 1.3, 0.2, 0)
+
+
+def _moving(costs: _Costs, elements: float) -> float:
+    return elements * (costs.near if elements <= costs.held else costs.far)
 
 
 def _slowness(costs: _Costs, product: Product, recipe: Recipe) -> float:
@@ -237,7 +242,7 @@ def parts_of_row(device: DeviceFacts, rows: int, k: int) -> int:
 def _variants() -> Iterator[tuple[str, dict[str, int | str]]]:
     """Programs of gemm.cl for GPUs: each tile at its plainest, at its largest, and in parts."""
     for tile in _GPU_TILES:
-        plain: dict[str, int | str] = {"TM": tile.rows, "NV": tile.across, "VW": tile.vector, "UNROLL": tile.unroll}
+        plain: dict[str, int | str] = {"TM": tile.rows, "NV": tile.across, "VW": tile.vector}
         for packed in (1, 0):
             vectors = int(packed and tile.rows % 4 == 0)
             operands = {**plain, "A_PACKED": packed, "A_VECTORS": vectors}
