@@ -59,7 +59,9 @@ def cache_folder(root: Path) -> Path:
 
 CACHE = cache_folder(REPOSITORY)
 ENTRY = REPOSITORY / "apps" / "gradient" / "__main__.py"
-SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract", "kernels")
+# With the application in an installed package, beside it in the repository.
+KERNELS = ENTRY.parent / "kernels" if (ENTRY.parent / "kernels").is_dir() else REPOSITORY / "kernels"
+SOURCES = ("apps/__init__.py", "apps/gradient", "boinc_project/__init__.py", "boinc_project/contract")
 PACKAGES = ("numpy", "safetensors", "zstandard", "pyinstaller")
 
 # Volunteers' processors go back to 2006; a numpy whose baseline is higher dies there of an illegal
@@ -84,7 +86,7 @@ EXCLUDED = (
 class Kind:
     """One of the programs that can be built: what is packed, beside what all have.
 
-    data           files of the repository -> places in the program
+    data           files -> places in the program
     probe          options with which it is started once, besides without any
     of_the_system  libraries that are left out
     """
@@ -105,7 +107,7 @@ OPENCL = Kind(
     ENTRY.with_name("opencl_main.py"),
     packages=("pyopencl", "pytools", "platformdirs", "siphash24"),
     hidden=("apps.gradient.opencl.opencl_backend", "apps.gradient.opencl.selftest"),
-    data=(("kernels/*.cl", "apps/gradient/kernels"),),
+    data=((f"{KERNELS}/*.cl", "apps/gradient/kernels"),),
     probe=("--devices",),  # imports PyOpenCL
     of_the_system=("libstdc++.so.6", "libgcc_s.so.1", "libz.so.1"),
 )
@@ -258,7 +260,7 @@ def sources_digest(kind: Kind = NUMPY) -> str:
     facts = [sys.version, platform.libc_ver()[1], *(f"{p} {importlib.metadata.version(p)}" for p in packages)]
     digest.update(json.dumps([kind.backend, facts]).encode("utf-8"))
     files = [kind.entry, Path(__file__)]
-    for name in SOURCES:
+    for name in (*SOURCES, str(KERNELS)):
         path = REPOSITORY / name
         files += [path] if path.is_file() else [each for each in path.rglob("*") if each.suffix in (".py", ".cl")]
     for path in sorted(set(files)):
@@ -276,7 +278,7 @@ def specification_command(kind: Kind, work: Path) -> Sequence[str]:
     for name in (*EXCLUDED, *kind.excluded):
         command += ["--exclude-module", name]
     for source, place in kind.data:
-        command += ["--add-data", f"{REPOSITORY / source}{os.pathsep}{place}"]
+        command += ["--add-data", f"{source}{os.pathsep}{place}"]
     return [*command, str(kind.entry)]
 
 
