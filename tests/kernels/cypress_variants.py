@@ -57,8 +57,8 @@ class Variant:
         return f"{self.file}{'+chains' if self.more else ''} {' '.join(self.defines)}"
 
 
-def variants() -> list[Variant]:
-    """All of them, each program once."""
+def variants(device: DeviceFacts = CYPRESS, examples: bool = True) -> list[Variant]:
+    """All of them, each program once; `examples`: with those of the example jobs."""
     from apps.gradient.opencl import opencl_backend
     from apps.gradient.opencl.plan import make_plan
     from apps.gradient.opencl.programs import define_options, kernel_folder
@@ -69,8 +69,8 @@ def variants() -> list[Variant]:
         options = tuple(define_options(defines))
         return found.setdefault((file, more, options), Variant(file, more, options))
 
-    for graph in graphs(set(opencl_backend.OPS)):
-        for launch in make_plan(graph, CYPRESS, opencl_backend.OPS, frozenset()).launches:
+    for graph in graphs(set(opencl_backend.OPS), examples):
+        for launch in make_plan(graph, device, opencl_backend.OPS, frozenset()).launches:
             variant = add(launch.source.file, launch.source.text, launch.defines)
             size = math.prod(launch.local_size)
             variant.launched[launch.kernel] = max(size, variant.launched.get(launch.kernel, 0))
@@ -89,12 +89,12 @@ def candidates() -> Iterator[tuple[str, dict[str, int | str]]]:
         yield from getattr(importlib.import_module(f"{opencl.__name__}.{module.name}"), "VARIANTS", ())
 
 
-def graphs(known: set[str]) -> Iterator[Graph]:
+def graphs(known: set[str], examples: bool) -> Iterator[Graph]:
     """Graphs of the operators that are known."""
     cases = [case for op, cases in CASES.items() if op in known for case in cases]
     cases += [case for case in large_cases() if case.op in known]
     yield graph_of(cases)
-    for graph in example_graphs():
+    for graph in example_graphs() if examples else ():
         if graph.operators() <= known:
             yield graph
 

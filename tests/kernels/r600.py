@@ -131,6 +131,16 @@ def _compile(text: str, defines: list[str], chip: str) -> list[Resources]:
         return (read_gcn if target == "amdgcn" else read_r600)(assembly.read_text(encoding="utf-8"))
 
 
+def complaints(text: str, defines: Iterable[str], standard: str) -> str:
+    """The front end's errors in OpenCL C text of a standard, with no extension at all."""
+    clang = compiler()
+    assert clang is not None
+    command = [clang, "-fsyntax-only", "-x", "cl", "-target", "spir", f"-cl-std={standard}", "-Xclang", "-cl-ext=-all"]
+    command += ["-w", *defines, "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", timeout=600)
+    return "; ".join([line for line in done.stderr.splitlines() if "error:" in line][:3])
+
+
 def _reason(words: str) -> str:
     """The first error, and the function that the compiler was at when it gave up."""
     lines = [line for line in words.splitlines() if re.search(r"error:|Assertion|ran out", line)]

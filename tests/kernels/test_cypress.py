@@ -5,7 +5,9 @@ Static: by LLVM's r600 backend and libclc (see r600.py), for the VLIW chips and 
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -17,7 +19,7 @@ from r600 import DoesNotCompile, Resources
 
 pytest.importorskip("pyopencl")
 
-from apps.gradient.opencl.programs import kernel_text
+from apps.gradient.opencl.programs import DIALECT_OF_1_1, kernel_folder, kernel_text
 
 pytestmark = pytest.mark.skipif(
     r600.compiler() is None, reason="clang-15 with libclc-15 is needed (Debian: clang-15 libclc-15-dev)"
@@ -106,3 +108,50 @@ def test_the_checker_sees_what_is_wrong(statement: str, fault: str) -> None:
         return
     found = r600.compile_kernels(text, [], "cypress")["wrong"]
     assert getattr(found, fault) > {"indirect": 0, "local_memory": MOST_LOCAL_MEMORY}[fault]
+
+
+# What old compilers do not know, or do badly: bytes and shorts cannot be stored on some, 64-bit floats are not there on
+# others, and these atomics and copies are where libraries differ.
+FORBIDDEN = re.compile(
+    r"\b(?:double\d*|half\d*|u?char\d*|u?short\d*|printf|image[123]d\w*|sampler_t|atom_\w+|atomic_\w+|fma|mem_fence"
+    r"|async_work_group\w*|goto|switch|native_\w+|half_(?:cos|exp|log|pow|recip|rsqrt|sin|sqrt)\w*|vload_half\w*)\b"
+)
+
+
+def test_kernel_text_keeps_to_what_every_compiler_knows() -> None:
+    found = {}
+    for path in sorted(kernel_folder().glob("*.cl")):
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="ascii"), flags=re.DOTALL)
+        words = sorted(set(FORBIDDEN.findall(text)))
+        if words or "#include" in text:
+            found[path.name] = words
+    assert found == {}
+
+
+@pytest.mark.parametrize("standard", ["CL1.1", "CL1.2"])
+def test_every_variant_is_plain_opencl_c_without_extensions(standard: str) -> None:
+    def words(variant: Variant) -> str:
+        text = kernel_text(variant.file) + (f"\n{variant.more}" if variant.more else "")
+        dialect = DIALECT_OF_1_1 if standard == "CL1.1" else ()
+        return r600.complaints(text, (*dialect, *variant.defines), standard)
+
+    variants = all_variants()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(words, variants))
+    wrong = [f"{variant.id}: {found}" for variant, found in zip(variants, made, strict=True) if found]
+    assert not wrong, f"{len(wrong)} of {len(variants)} as {standard}:\n" + "\n".join(wrong[:10])
+
+
+@pytest.mark.parametrize("largest", [64, 128])
+def test_smaller_work_groups_are_enough(largest: int) -> None:
+    small = dataclasses.replace(cypress_variants.CYPRESS, max_work_group=largest)
+    sizes = {size for each in cypress_variants.variants(small, examples=False) for size in each.launched.values()}
+    assert sizes and max(sizes) <= largest
+
+
+def test_helpers_are_compiled_into_their_kernels_as_opencl_c_1_1_too() -> None:
+    """Without `static inline` they are functions like others, and the r600 has no calls."""
+    for path in sorted(kernel_folder().glob("*.cl")):
+        found = r600.compile_kernels(kernel_text(path.name), ["-cl-std=CL1.1", *DIALECT_OF_1_1], "cypress")
+        kernels = {name: each for name, each in found.items() if f" {name}(" in kernel_text(path.name)}
+        assert all(each.registers <= MOST_REGISTERS for each in kernels.values()), path.name

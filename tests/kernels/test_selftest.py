@@ -127,3 +127,13 @@ def test_a_request_to_stop_ends_the_test() -> None:
 def test_roundings_are_no_faults_and_wrong_elements_are(ours: list[float], right: list[float], same: bool) -> None:
     found = selftest.difference(np.array(ours, np.float32), np.array(right, np.float32))
     assert (found == "") is same
+
+
+def test_a_compiler_that_knows_opencl_c_1_1_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    from apps.gradient.opencl import programs
+    from apps.gradient.opencl.opencl_backend import OpenclBackend
+
+    known = open_device("rusticl")
+    monkeypatch.setattr(programs, "_language", lambda *_: (1, 1))
+    monkeypatch.setattr(programs, "OPTIONS", (*programs.OPTIONS, "-cl-std=CL1.1"))
+    assert selftest.check(OpenclBackend(known.handle, known.facts), set(OPSET)) == len(OPSET)

@@ -37,6 +37,9 @@ Defines = Union[Mapping[str, Define], Iterable["tuple[str, Define]"]]
 OPTIONS = ("-cl-mad-enable", "-cl-single-precision-constant")
 CAREFUL_OPTION = "-cl-opt-disable"
 
+# OpenCL C 1.1 has no `static` for functions (6.8.g of its specification), and `inline` alone defines none.
+DIALECT_OF_1_1 = ("-Dstatic=", "-Dinline=")
+
 LOG_BYTES = 4096  # of a compiler's words, in error messages
 CACHE_BYTES = 64 << 20  # of our binaries; the oldest go first
 DRIVER_CACHE_BYTES = 256 << 20  # of what drivers keep beside them
@@ -75,6 +78,7 @@ class Programs:
         self._context = context
         self._device = device
         self._careful = careful
+        self._options = OPTIONS + (DIALECT_OF_1_1 if _language(device, facts) < (1, 2) else ())
         self._programs: dict[tuple[Source, tuple[str, ...]], Any] = {}
         keeps = facts.platform in KEEP_BUILDS_THEMSELVES
         self._cache = None if cache_folder is None or keeps else Cache(cache_folder)
@@ -99,7 +103,7 @@ class Programs:
         text = f"{kernel_text(source.file)}\n{source.text}" if source.text else kernel_text(source.file)
         if self._cache is None:
             return self._build(source, text, options)
-        key = cache_key(self.identity, text, options)
+        key = cache_key(self.identity, text, (*self._options, *options))
         binary = self._cache.read(key)
         if binary is not None:
             with contextlib.suppress(cl.Error):
@@ -113,11 +117,11 @@ class Programs:
 
     def _from_binary(self, binary: bytes, options: tuple[str, ...]) -> Any:
         program = _cl._Program(self._context, [self._device], [binary])
-        program._build(_joined((*OPTIONS, *options)), [self._device])
+        program._build(_joined((*self._options, *options)), [self._device])
         return cl.Program(program)
 
     def _build(self, source: Source, text: str, options: tuple[str, ...]) -> Any:
-        attempts = [(*OPTIONS, *options), (*OPTIONS, CAREFUL_OPTION, *options)]
+        attempts = [(*self._options, *options), (*self._options, CAREFUL_OPTION, *options)]
         log = ""
         for attempt in attempts[1:] if self._careful else attempts:
             # Not Program.build: PyOpenCL adds an include path, and a cache of its own in the home folder.
@@ -155,6 +159,15 @@ def _joined(options: Iterable[str]) -> bytes:
     return " ".join(options).encode("ascii")
 
 
+def _language(device: Any, facts: DeviceFacts) -> tuple[int, int]:
+    """Version of OpenCL C that the device's compiler takes."""
+    try:
+        match = re.match(r"OpenCL C (\d+)\.(\d+)", str(device.get_info(cl.device_info.OPENCL_C_VERSION)))
+    except (cl.Error, UnicodeDecodeError):
+        match = None
+    return (int(match[1]), int(match[2])) if match else facts.version
+
+
 def _versions(device: Any) -> tuple[str, str]:
     """Versions of the device and its platform, which change when a driver is replaced."""
     found = []
@@ -187,7 +200,7 @@ def kernel_text(file: str) -> str:
 
 def cache_key(identity: Iterable[str], text: str, options: Iterable[str]) -> str:
     """Names a build: device, driver, text and options (hex SHA-256)."""
-    parts = json.dumps([list(identity), hashlib.sha256(text.encode("utf-8")).hexdigest(), list(OPTIONS), list(options)])
+    parts = json.dumps([list(identity), hashlib.sha256(text.encode("utf-8")).hexdigest(), list(options)])
     return hashlib.sha256(parts.encode("utf-8")).hexdigest()
 
 
