@@ -101,7 +101,11 @@ def compute(boinc: Boinc, backend: str = "numpy") -> int:
     except NotFinite as error:
         boinc.finish(EXIT_NOT_FINITE, f"the loss is not a number: {error}")
     except (UnfitHost, MemoryError) as error:
-        boinc.finish(EXIT_UNFIT_HOST, f"this computer cannot do this task: {error or 'out of memory'}")
+        text = f"this computer cannot do this task: {error or 'out of memory'}"
+        first, _, rest = text.partition("\n")
+        if rest:  # a compiler's words
+            boinc.log(text)
+        boinc.finish(EXIT_UNFIT_HOST, first)
     except (DeviceLost, DeviceNotFound) as error:
         boinc.temporary_exit(DEVICE_LOST_DELAY_S, str(error))
     except WrongResults as error:

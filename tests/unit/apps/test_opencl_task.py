@@ -66,6 +66,21 @@ def test_a_device_that_will_not_do_ends_the_task_in_one_clear_way(
     assert str(error) in caught.value.args[2]
 
 
+def test_a_compilers_words_are_in_the_log_and_their_first_line_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "kernels/gemm.cl does not build: line 1\n" + "\n".join(f"line {number}" for number in range(2, 90))
+
+    def fail(*_: object) -> NoReturn:
+        raise BuildFailed(words)
+
+    monkeypatch.setattr(app, "_compute", fail)
+    monkeypatch.setattr(app.sys, "argv", ["gradient"])
+    client = Client()
+    with pytest.raises(Ended) as caught:
+        app.compute(client, "opencl")  # type: ignore[arg-type]
+    assert words in client.lines[0]
+    assert caught.value.args[2].endswith("does not build: line 1")
+
+
 def test_a_task_keeps_what_it_built_in_its_projects_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[Any] = []
     fake = devices.Sighting(0, 0, -1, "cpu", "intel", "x", "y", device_version="OpenCL 1.2", max_work_group=64)
