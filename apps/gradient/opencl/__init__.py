@@ -9,3 +9,8 @@ memory.py        storages with their lifetimes -> places in a few arenas
 plan.py          a whole graph: lower, fuse, place, bind; run
 opencl_backend   the backend that the executor and the app see
 """
+
+import os
+
+# Read when PyOpenCL is imported: its own caches are pickles in the home folder, where we neither read nor write.
+os.environ.setdefault("PYOPENCL_NO_CACHE", "1")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from apps.gradient.boinc_messages import InitData
 from apps.gradient.opencl import device as devices
 from apps.gradient.opencl import opencl_backend, selftest
 from apps.gradient.opencl.programs import BuildFailed
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Ended(Exception):
@@ -156,3 +161,21 @@ def test_the_owner_of_a_computer_can_list_its_devices(
     monkeypatch.setattr(devices, "find_devices", missing)
     assert app.show_devices() == 1
     assert "no OpenCL driver is installed" in capsys.readouterr().out
+
+
+def test_nothing_is_written_in_the_home_folder(tmp_path: Path) -> None:
+    script = (
+        "import numpy as np\n"
+        "from apps.gradient.backends import open_backend\n"
+        "from apps.gradient.boinc_messages import InitData\n"
+        f"backend = open_backend('opencl', 1, InitData(project_dir={str(tmp_path / 'project')!r}))\n"
+        "from apps.gradient.opencl import selftest\n"
+        "print(selftest.check(backend, {'add', 'mm'}, backend.cache))\n"
+    )
+    kept = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    made = subprocess.run([sys.executable, "-c", script], env=kept, capture_output=True, text=True, timeout=300)
+    if "does not show" in made.stderr or "no OpenCL driver" in made.stderr:
+        pytest.skip("no OpenCL driver for processors is installed")
+    assert made.stdout == "2\n", made.stderr
+    assert not (tmp_path / "home").exists()
+    assert list((tmp_path / "project" / "opencl_cache").glob("selftest-*"))
