@@ -5,23 +5,34 @@
  * Shapes: x [batch, rows, K] by strides, panels [batch, ceil(rows / T), K, T] dense and aligned.
  * The rows of x are the rows of the left operand of a product, or the columns of the right one.
  *
- * Kernels (one item for one k, or four, of one panel; dimension 0 walks k, 1 panels, 2 the batch):
- *   pack         any strides; k may walk two levels, k = outer * inner_size + inner (see `inner_size`)
- *   pack_rows    row_stride is 1: whole vectors are copied; the same two levels
- *   pack_inner   k_stride is 1: four k at once, turned in registers
- * The last two load vectors: a device that cannot load them from any place (GPUs) needs x_at and the strides,
- * other than the 1, to be multiples of 4.
+ * Kernels (dimension 0 walks k, 1 panels, 2 the batch):
+ *   pack         any strides
+ *   pack_rows    row_stride is 1: whole vectors are copied, STEPS k by an item; K walks one level
+ *   pack_inner   k_stride is 1: four k by an item, turned in registers
+ * With TWO_LEVELS k = outer * inner_size + inner walks two strides; pack_inner then needs an inner_size that is a
+ * multiple of 4. The last two kernels load vectors: a device that cannot load them from any place (GPUs) needs x_at and
+ * the strides, other than the 1, to be multiples of 4.
  */
 
 #ifndef T
 #define T 8 /* rows of a panel; even for the last two kernels */
 #endif
+#ifndef STEPS
+#define STEPS 1
+#endif
+#ifndef TWO_LEVELS
+#define TWO_LEVELS 0
+#endif
 
+#define FOURS (T / 4)
 #if T % 4 == 2
-#define FOURS (T / 4)
 #define PAIR (T - 2)
+#endif
+
+#if TWO_LEVELS
+#define PLACE_OF_K (k / inner_size * outer_stride + k % inner_size * k_stride)
 #else
-#define FOURS (T / 4)
+#define PLACE_OF_K (k * k_stride)
 #endif
 
 __kernel void pack(__global const float *restrict x, int x_at, int rows, int K, int row_stride, int inner_size,
@@ -31,9 +42,7 @@ __kernel void pack(__global const float *restrict x, int x_at, int rows, int K, 
     const int count = (rows + T - 1) / T;
     if (k >= K || panel >= count)
         return;
-    const int outer = k / inner_size;
-    x += x_at + batch * batch_stride + outer * outer_stride + (k - outer * inner_size) * k_stride +
-         panel * T * row_stride;
+    x += x_at + batch * batch_stride + PLACE_OF_K + panel * T * row_stride;
     panels += panels_at + ((batch * count + panel) * K + k) * T;
     const int left = rows - panel * T;
 #pragma unroll
@@ -45,25 +54,30 @@ __kernel void pack_rows(__global const float *restrict x, int x_at, int rows, in
                         int outer_stride, int k_stride, int batch_stride, __global float *restrict panels,
                         int panels_at)
 {
-    const int k = get_global_id(0), panel = get_global_id(1), batch = get_global_id(2);
+    const int k = (int)get_global_id(0) * STEPS, panel = get_global_id(1), batch = get_global_id(2);
     const int count = (rows + T - 1) / T;
     if (k >= K || panel >= count)
         return;
-    const int outer = k / inner_size;
-    x += x_at + batch * batch_stride + outer * outer_stride + (k - outer * inner_size) * k_stride + panel * T;
+    x += x_at + batch * batch_stride + k * k_stride + panel * T;
     panels += panels_at + ((batch * count + panel) * K + k) * T;
-    const int left = rows - panel * T;
-    if (left >= T) {
+    const int left = rows - panel * T, steps = min(STEPS, K - k);
+    if (left >= T && steps == STEPS) {
 #pragma unroll
-        for (int t = 0; t < FOURS; t++)
-            vstore4(vload4(t, x), t, panels);
+        for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+            for (int t = 0; t < FOURS; t++)
+                vstore4(vload4(t, x + step * k_stride), t, panels + step * T);
 #ifdef PAIR
-        vstore2(vload2(0, x + PAIR), 0, panels + PAIR);
+            vstore2(vload2(0, x + step * k_stride + PAIR), 0, panels + step * T + PAIR);
 #endif
-    } else {
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
 #pragma unroll
         for (int t = 0; t < T; t++)
-            panels[t] = t < left ? x[t] : 0.0f;
+            panels[step * T + t] = t < left ? x[step * k_stride + t] : 0.0f;
     }
 }
 
@@ -75,7 +89,7 @@ __kernel void pack_inner(__global const float *restrict x, int x_at, int rows, i
     const int count = (rows + T - 1) / T;
     if (k >= K || panel >= count)
         return;
-    x += x_at + batch * batch_stride + k + panel * T * row_stride;
+    x += x_at + batch * batch_stride + PLACE_OF_K + panel * T * row_stride;
     panels += panels_at + ((batch * count + panel) * K + k) * T;
     const int left = rows - panel * T;
     if (left >= T && k + 4 <= K) {

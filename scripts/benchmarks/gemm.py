@@ -25,7 +25,7 @@ from boinc_project.contract.graph import GraphBuilder
 from scripts.benchmarks.common import BenchmarkFailed
 
 PAUSE_S = 0.06
-FLOPS_AT_ONCE = 2e8  # so many, if products are small, or
+FLOPS_AT_ONCE = 2e9  # so many, if products are small, or
 MOST_PRODUCTS = 16  # so many products, in one run
 AGREEMENT = 1e-5  # largest relative L2 difference of the results
 

@@ -40,6 +40,7 @@ Operand = Union[View, Panels]
 GROUP_WORK = 200_000  # multiply-adds of a work-group, on CPUs: some microseconds
 PANEL_BYTES = 128 << 20  # of a packed operand: a larger one is packed in parts
 LONG_K = 1024  # steps of k in one launch, on CPUs, if there are many more
+LARGE_FLOATS = 1 << 20  # what stays in the last-level cache of a CPU
 CACHED_FLOATS = 64 << 10  # what stays in the second-level cache of a CPU
 
 
@@ -255,8 +256,9 @@ def _batch_stride(x: View) -> int:
 def _tile_local(device: DeviceFacts, tiles: tuple[int, int, int], tile: Tile, steps: int) -> tuple[int, int, int]:
     """Work-group of gemm.cl, of few different sizes, for so many tiles that sum up `steps` of k.
 
-    A CPU's thread runs the items of a group one after the other, along dimension 0 first: the tiles of a row of tiles
-    share its rows of a, and the next row finds their columns of b still in the cache.
+    A CPU's thread runs the items of a group one after the other, along dimension 0 first, and the tiles of a row of
+    tiles share its rows of a. If b is too large for the last cache, a group is as wide as the columns of b that the
+    second one holds, for the next rows to find them there.
     """
     across, down, deep = tiles
     if device.group_form:
@@ -270,7 +272,8 @@ def _tile_local(device: DeviceFacts, tiles: tuple[int, int, int], tile: Tile, st
     while items > 1 and items * work > GROUP_WORK and across * down * deep < items * 4 * device.compute_units:
         items //= 2
     wide = items
-    while wide > 1 and (wide >= 2 * across or wide * panel > CACHED_FLOATS):
+    large = across * panel > LARGE_FLOATS
+    while wide > 1 and (wide >= 2 * across or (large and wide * panel > CACHED_FLOATS)):
         wide //= 2
     return wide, items // wide, 1
 
@@ -290,20 +293,23 @@ def pack(emit: Emitter, x: View, height: int) -> Panels:
         outer, inner = 1, outer * inner
     k, count = outer * inner, -(-rows // height)
     panels = Panels(emit.fresh("float32", (batch, count, k, height)), rows, k)
-    kernel, steps = "pack", k
     vectors = height % 2 == 0 and _loads_vectors(device, x)
-    if x.strides[1] == 1 and vectors:
-        kernel = "pack_rows"
-    elif x.strides[3] == 1 and outer == 1 and vectors:
-        kernel, steps = "pack_inner", -(-k // 4)
-    walk: list[Argument] = [x.strides[1], max(1, inner), x.strides[2], x.strides[3], x.strides[0]]
+    steps = 1
+    if x.strides[1] == 1 and outer == 1 and vectors:
+        kernel, steps = "pack_rows", 1 if device.group_form else 8
+    elif x.strides[3] == 1 and (outer == 1 or inner % 4 == 0) and vectors:
+        kernel, steps = "pack_inner", 4
+    else:
+        kernel = "pack"
+    walk: list[Argument] = [x.strides[1], inner, x.strides[2], x.strides[3], x.strides[0]]
+    sizes = (-(-k // steps), count, batch)
     emit.launch(
         "pack.cl",
         kernel,
-        (steps, count, batch),
+        sizes,
         [Read(x), rows, k, *walk, Write(panels.view)],
-        defines={"T": height},
-        local_size=_pack_local(device, steps, count, kernel == "pack_inner"),
+        defines={"T": height, "STEPS": steps if kernel == "pack_rows" else 1, "TWO_LEVELS": int(outer > 1)},
+        local_size=_pack_local(device, kernel, sizes),
         split=0,
     )
     return panels
@@ -315,13 +321,17 @@ def _loads_vectors(device: DeviceFacts, x: View) -> bool:
     return not device.group_form or not any(each % 4 for each in (x.offset, *strides))
 
 
-def _pack_local(device: DeviceFacts, steps: int, count: int, long: bool) -> tuple[int, int, int]:
-    most = min(device.max_work_group, device.wavefront if device.group_form else 256)
-    along = most if long or device.group_form else max(1, most // 16)
-    while along > 8 and along >= 2 * steps:
+def _pack_local(device: DeviceFacts, kernel: str, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Few different sizes. GPUs read and write side by side along k; so do CPUs, if k is what lies side by side."""
+    along, across = {"pack": (16, 16), "pack_rows": (1, 64), "pack_inner": (256, 1)}[kernel]
+    if device.group_form:
+        along, across = device.wavefront, 1
+    while along * across > device.max_work_group:
+        along, across = max(1, along // 2), max(1, across // 2)
+    while along > 8 and along >= 2 * sizes[0]:
         along //= 2
-    across = most // along
-    while across > 1 and across >= 2 * count:
+        across *= 2
+    while across > 1 and across >= 2 * sizes[1]:
         across //= 2
     return along, across, 1
 

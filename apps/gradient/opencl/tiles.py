@@ -16,6 +16,7 @@ GROUPS_PER_UNIT = 4  # work-groups that a unit of a CPU should have at least, so
 WAVES_PER_UNIT = 5  # wavefronts that a unit of a GPU should have at least, to hide its waiting
 SHORTEST_PART = 128  # steps of k that a part of a cut K has at least
 MOST_PARTS = 64
+FAR_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ class _Costs:
     start       an item's work outside of its loop
     scattered   writing one element of a turned result, at most: a result of few rows stays in the cache meanwhile
     left        factor for a left operand that is read in place
+    far_apart   the same if its rows are FAR_ROWS or more elements apart
     apart       what an operand that is read in place with its elements not along k adds to 1, for 32 of them at once:
                 fewer use less of each line that they read
     cached      floats of an operand for which that does not matter
@@ -204,12 +206,13 @@ class _Costs:
     start: float
     scattered: float
     left: float
+    far_apart: float
     apart: float
     cached: int
 
 
-_CPU = _Costs(16, 50, 300_000, 2e5, 1500, 300, 1.03, 0.5, 8 << 10)
-_GPU = _Costs(80, 80, 0, 1e6, 500, 100, 1.3, 0.2, 0)
+_CPU = _Costs(16, 50, 300_000, 2e5, 1500, 300, 1.03, 1.15, 0.5, 8 << 10)
+_GPU = _Costs(80, 80, 0, 1e6, 500, 100, 1.3, 1.3, 0.2, 0)
 
 
 def _moving(costs: _Costs, elements: float) -> float:
@@ -220,7 +223,7 @@ def _slowness(costs: _Costs, product: Product, recipe: Recipe) -> float:
     """How much longer the loop takes on operands that are not packed."""
     slowness = 1.0
     if not recipe.pack_a:
-        slowness *= costs.left
+        slowness *= costs.far_apart if abs(product.left.row) >= FAR_ROWS else costs.left
         if product.left.k != 1 and product.left.rows * product.k > costs.cached:
             slowness *= 1.0 + costs.apart * 32 / recipe.tile.rows
     if not recipe.pack_b and product.right.rows * product.k > costs.cached:
