@@ -16,7 +16,7 @@ from apps.gradient.opencl import sorting
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.movement import region
-from apps.gradient.opencl.rows import axes, column_width, plain_range
+from apps.gradient.opencl.rows import axes, column_width, launch_items
 from apps.gradient.opencl.values import C_TYPES, Define, Fault, Read, View, Write
 from apps.gradient.opencl.walks import expanded
 from boinc_project.contract.opset import broadcast
@@ -34,14 +34,13 @@ def gather(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
     x, index = emit.dense(_reached(x, index.shape, dim)), emit.dense(index)
     outer, count, inner = axes(index.shape, dim)
     sizes = (inner, count, outer)
-    emit.launch(
+    launch_items(
+        emit,
         "index.cl",
         "gather",
         sizes,
         [Read(x), Read(index), Write(out), *sizes, axes(x.shape, dim)[1], Fault()],
         defines={"T": C_TYPES[x.dtype]},
-        local_size=plain_range(emit.device, sizes),
-        split=2 if outer > 1 else 1,
         nbytes=3 * out.storage.nbytes,
     )
     return [out]
@@ -86,37 +85,34 @@ def _scattered(emit: Emitter, x: View, index: View, src: View, dim: int, add: bo
     defines: dict[str, Define] = {"T": C_TYPES[x.dtype], "ADD": int(add), "BYTE": int(x.dtype == "uint8")}
     if count <= FEW:
         sizes: tuple[int, ...] = (inner, size, outer)
-        emit.launch(
+        launch_items(
+            emit,
             "index.cl",
             "scatter_few",
             sizes,
             [Read(x), Read(index), Read(src), Write(out), *sizes, count, Fault()],
             defines=defines,
-            local_size=plain_range(emit.device, sizes),
-            split=2 if outer > 1 else 1,
         )
     elif not emit.device.group_form:
         emit.copy(x, out)
         sizes = (inner, outer)
-        emit.launch(
+        launch_items(
+            emit,
             "index.cl",
             "scatter_lines",
             sizes,
             [Read(index), Read(src), Write(out), *sizes, size, count, Fault()],
             defines=defines,
-            local_size=plain_range(emit.device, sizes),
-            split=1 if outer > 1 else 0,
         )
     else:
         places = emit.fresh("int32", (index.numel,))
         sizes = (inner, count, outer)
-        emit.launch(
+        launch_items(
+            emit,
             "index.cl",
             "scatter_places",
             sizes,
             [Read(index), Write(places), *sizes, size, Fault()],
-            local_size=plain_range(emit.device, sizes),
-            split=2 if outer > 1 else 1,
         )
         flat = src.reshaped((1, src.numel, 1))
         return _put(emit, x.reshaped((1, x.numel, 1)), places, flat, add=add).reshaped(x.shape)
@@ -135,13 +131,12 @@ def _put(
     out = emit.fresh(values.dtype, (outer, size, inner))
     keys, order = sorting.sorted_rows(emit, rows.reshaped((1, count)), count)
     starts = emit.fresh("int32", (size + 1,))
-    emit.launch(
+    launch_items(
+        emit,
         "index.cl",
         "segment_starts",
         (size + 1,),
         [Read(keys), Write(starts), count, size],
-        local_size=plain_range(device, (size + 1,)),
-        split=0,
     )
     views = [values, *([] if x is None else [x])]
     width = 1 if values.dtype == "int64" else column_width(device, inner, *(view.offset for view in views))
@@ -151,18 +146,19 @@ def _put(
     if add and parts > 1:
         chunks = emit.fresh(values.dtype, (outer, parts, inner))
         sizes = (_along(device, inner // width), parts, outer)
-        emit.launch(
+        launch_items(
+            emit,
             "index.cl",
             "chunk_sums",
             sizes,
             [Read(values), Read(keys), Read(order), Write(chunks), inner, parts, outer, count],
             defines=defines,
-            local_size=plain_range(device, sizes),
-            split=1,
+            uncut=1,
             flops=values.numel,
         )
     sizes = (_along(device, inner // width), size, outer)
-    emit.launch(
+    launch_items(
+        emit,
         "index.cl",
         "put",
         sizes,
@@ -171,8 +167,7 @@ def _put(
             *(inner, size, outer, count, parts, left_out),
         ],
         defines={**defines, "ADD": int(add), "HAS_X": int(x is not None), "BYTE": int(values.dtype == "uint8")},
-        local_size=plain_range(device, sizes),
-        split=1,
+        uncut=1,
         flops=values.numel,
     )
     return out
@@ -189,7 +184,8 @@ def _row_numbers(emit: Emitter, indices: Sequence[View], sizes: Sequence[int], w
     before: View | None = None
     for given, size in zip(indices, sizes):
         index, rows = emit.dense(given), emit.fresh("int32", (count,))
-        emit.launch(
+        launch_items(
+            emit,
             "index.cl",
             "row_numbers",
             (count,),
@@ -198,8 +194,6 @@ def _row_numbers(emit: Emitter, indices: Sequence[View], sizes: Sequence[int], w
                 *(count, size, int(before is None), Fault()),
             ],
             defines={"WRAPS": int(wraps)},
-            local_size=plain_range(emit.device, (count,)),
-            split=0,
         )
         before = rows
     assert before is not None
@@ -218,14 +212,14 @@ def _taken(emit: Emitter, x: View, indices: Sequence[View], dim: int, out: View,
     width = 1 if x.dtype == "int64" else column_width(emit.device, inner, x.offset)
     items = (_along(emit.device, inner // width), count, outer)
     defines: dict[str, Define] = {"T": C_TYPES[x.dtype], "INDEX": C_TYPES[rows.dtype], "VW": width}
-    emit.launch(
+    launch_items(
+        emit,
         "index.cl",
         "take",
         items,
         [Read(x), Read(rows), Write(out), inner, count, outer, size, Fault()],
         defines={**defines, "CHECKED": int(single), "WRAPS": int(wraps)},
-        local_size=plain_range(emit.device, items),
-        split=1,
+        uncut=1,
         nbytes=2 * out.storage.nbytes,
     )
     return out

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from apps.gradient.backends.backend import Call, element_strides
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.reductions import total
-from apps.gradient.opencl.rows import axes, column_width, plain_range, row_launch, vector_width
+from apps.gradient.opencl.rows import axes, column_width, launch_items, launch_rows, vector_width
 from apps.gradient.opencl.values import Argument, Define, Fault, Read, View, Write
 
 EXPONENTIAL = 10  # operations that an exp is counted as
@@ -32,27 +32,23 @@ def _along(emit: Emitter, kernel: str, tensors: Sequence[View], sizes: tuple[int
     offsets = [view.offset for view in tensors]
     arguments: list[Argument] = [*(Read(view) for view in tensors[:-1]), Write(tensors[-1])]
     defines: dict[str, Define] = {"LOG": int(log)}
+    flops = EXPONENTIAL * tensors[-1].numel
     if inner == 1:
         width = vector_width(device, length if outer > 1 else 0, *offsets)
-        how = row_launch(device, length, width, (outer,))
-        name, global_size, local_size, split = f"{kernel}_{how.suffix}", how.global_size, how.local_size, how.split
-        defines.update(how.defines)
-        arguments += [outer, length]
-    else:
-        width = column_width(device, inner, *offsets)
-        name, global_size, split = f"{kernel}_columns", (inner // width, outer), 1 if outer > 1 else 0
-        local_size = plain_range(device, global_size)
-        defines.update({"VW": width, "RECOMPUTE": int(device.group_form)})
-        arguments += [inner, length, outer]
-    emit.launch(
+        launch_rows(
+            emit, "softmax.cl", kernel, (outer,), length, width, [*arguments, outer, length], defines, flops=flops
+        )
+        return
+    width = column_width(device, inner, *offsets)
+    defines.update({"VW": width, "RECOMPUTE": int(device.group_form)})
+    launch_items(
+        emit,
         "softmax.cl",
-        name,
-        global_size,
-        arguments,
-        defines=defines,
-        local_size=local_size,
-        split=split,
-        flops=EXPONENTIAL * tensors[-1].numel,
+        f"{kernel}_columns",
+        (inner // width, outer),
+        [*arguments, inner, length, outer],
+        defines,
+        flops=flops,
     )
 
 
@@ -72,7 +68,8 @@ def nll_loss_forward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View
     if both.numel:
         sizes = (positions, batch)
         logits, weights = emit.dense(x), emit.dense(x if weight is None else weight)
-        emit.launch(
+        launch_items(
+            emit,
             "nll.cl",
             "nll_forward",
             sizes,
@@ -81,8 +78,6 @@ def nll_loss_forward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View
                 *(positions, classes, batch, *_halves(call.attrs["ignore_index"]), Fault()),
             ],
             defines={"WEIGHTED": int(weight is not None)},
-            local_size=plain_range(emit.device, sizes),
-            split=1,
             nbytes=24 * batch * positions,
         )
     if reduction == "none":
@@ -102,7 +97,8 @@ def nll_loss_backward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[Vie
     grad, reduction = emit.dense(grad), call.attrs["reduction"]
     per_class = positions == 1
     sizes = (classes, batch) if per_class else (positions, classes, batch)
-    emit.launch(
+    launch_items(
+        emit,
         "nll.cl",
         "nll_backward",
         sizes,
@@ -117,8 +113,6 @@ def nll_loss_backward(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[Vie
             "EACH": int(reduction == "none"),
             "PER_CLASS": int(per_class),
         },
-        local_size=plain_range(emit.device, sizes),
-        split=len(sizes) - 1,
     )
     return [out]
 

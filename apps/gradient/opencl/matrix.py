@@ -113,9 +113,9 @@ def _cut(a: View, right: View, c: View) -> tuple[int, int] | None:
         plain = all(_batches(each) in (1, c.shape[0]) for each in (a, right))
         return (0, c.shape[0] // 2) if plain else None
     axis = 1 if a.shape[1] >= right.shape[1] else 2
-    half = c.shape[axis] // 2
-    half += -half % 64
-    return (axis, half) if half < c.shape[axis] else None
+    size = c.shape[axis]
+    halves = (size // 2 + -(size // 2) % step for step in (64, 8, 1))  # whole tiles, where there are several
+    return next(((axis, half) for half in halves if 0 < half < size), None)
 
 
 def _part(x: View, axis: int, part: range) -> View:

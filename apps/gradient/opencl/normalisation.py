@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
 from apps.gradient.opencl.reductions import column_segment, total
-from apps.gradient.opencl.rows import column_vectors, column_width, plain_range, row_launch, vector_width
+from apps.gradient.opencl.rows import (
+    column_vectors,
+    column_width,
+    launch_items,
+    launch_rows,
+    vector_width,
+)
 from apps.gradient.opencl.values import Define, Read, View, Write
 
 MERGED_AT_ONCE = 128  # parts whose moments one item merges
@@ -27,18 +33,18 @@ def native_layer_norm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[Vie
     rows = x.numel // length
     out, mean, rstd = (emit.like(type_) for type_ in call.outputs)
     width = _row_width(emit, length, x, weight, bias)
-    how = row_launch(emit.device, length, width, (rows,))
-    emit.launch(
+    launch_rows(
+        emit,
         "norm.cl",
-        f"layer_norm_{how.suffix}",
-        how.global_size if rows else (0,),
+        "layer_norm",
+        (rows,),
+        length,
+        width,
         [
             *(Read(x), Read(x if weight is None else weight), Read(x if bias is None else bias)),
             *(Write(out), Write(mean), Write(rstd), rows, length, float(call.attrs["eps"])),
         ],
-        defines={**how.defines, "WEIGHTED": int(weight is not None), "BIASED": int(bias is not None)},
-        local_size=how.local_size if rows else (1,),
-        split=how.split,
+        {"WEIGHTED": int(weight is not None), "BIASED": int(bias is not None)},
         flops=8 * x.numel,
     )
     return [out, mean, rstd]
@@ -54,18 +60,18 @@ def native_layer_norm_backward(call: Call, inputs: Inputs, emit: Emitter) -> Seq
     if mask[0]:
         out = made[0] = emit.fresh("float32", x.shape)
         width = _row_width(emit, length, x, grad, weight)
-        how = row_launch(emit.device, length, width, (rows,))
-        emit.launch(
+        launch_rows(
+            emit,
             "norm_backward.cl",
-            f"layer_norm_backward_{how.suffix}",
-            how.global_size if rows else (0,),
+            "layer_norm_backward",
+            (rows,),
+            length,
+            width,
             [
                 *(Read(grad), Read(x), Read(mean), Read(rstd), Read(x if weight is None else weight)),
                 *(Write(out), rows, length),
             ],
-            defines={**how.defines, "WEIGHTED": int(weight is not None)},
-            local_size=how.local_size if rows else (1,),
-            split=how.split,
+            {"WEIGHTED": int(weight is not None)},
             flops=10 * x.numel,
         )
     if mask[1] or mask[2]:
@@ -132,7 +138,8 @@ def native_batch_norm(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[Vie
         mean, squares = _channel_moments(emit, x, batch, channels, positions)
         invstd, new_mean, new_var = (emit.fresh("float32", (channels,)) for _ in range(3))
         count = batch * positions
-        emit.launch(
+        launch_items(
+            emit,
             "norm.cl",
             "batch_norm_finish",
             (channels,),
@@ -194,7 +201,8 @@ def _coefficients(emit: Emitter, sums: View, rstd: View, weight: View | None, co
     """Of grad_x, from the sums [2, C] of its gradient and of that times hat: see norm_backward.cl."""
     channels = sums.shape[1]
     out = emit.fresh("float32", (3, channels))
-    emit.launch(
+    launch_items(
+        emit,
         "norm_backward.cl",
         "norm_coefficients",
         (channels,),
@@ -203,7 +211,6 @@ def _coefficients(emit: Emitter, sums: View, rstd: View, weight: View | None, co
             *(channels, float(count)),
         ],
         defines={"WEIGHTED": int(weight is not None)},
-        local_size=plain_range(emit.device, (channels,)),
     )
     return out
 
@@ -226,15 +233,14 @@ def _row_width(emit: Emitter, length: int, *views: View | None) -> int:
 def _row_moments(emit: Emitter, x: View, rows: int, length: int) -> tuple[View, View]:
     """Mean and sum of squared distances of each row: [rows] each."""
     mean, squares = emit.fresh("float32", (rows,)), emit.fresh("float32", (rows,))
-    how = row_launch(emit.device, length, _row_width(emit, length, x), (rows,))
-    emit.launch(
+    launch_rows(
+        emit,
         "norm.cl",
-        f"moments_{how.suffix}",
-        how.global_size,
+        "moments",
+        (rows,),
+        length,
+        _row_width(emit, length, x),
         [Read(x), Write(mean), Write(squares), rows, length],
-        defines=how.defines,
-        local_size=how.local_size,
-        split=how.split,
         flops=4 * x.numel,
     )
     return mean, squares
@@ -254,7 +260,8 @@ def _channel_moments(emit: Emitter, x: View, batch: int, channels: int, position
         out = emit.fresh("float32", (merged, channels)), emit.fresh("float32", (merged, channels))
         last = count - (parts - 1) * each
         sizes = (channels, merged)
-        emit.launch(
+        launch_items(
+            emit,
             "norm.cl",
             "moments_merge",
             sizes,
@@ -263,8 +270,6 @@ def _channel_moments(emit: Emitter, x: View, batch: int, channels: int, position
                 *(float(each), float(last)),
             ],
             defines={"LEAF": int(leaf)},
-            local_size=plain_range(emit.device, sizes),
-            split=1,
             flops=6 * parts * channels,
         )
         (mean, squares), parts, each, leaf = out, merged, each * segment, False
@@ -278,15 +283,15 @@ def _row_sums(
     batch, channels, positions = sizes
     sums = emit.fresh("float32", (2, batch, channels))
     width = _row_width(emit, positions, grad, x)
-    how = row_launch(emit.device, positions, width, (channels, batch))
-    emit.launch(
+    launch_rows(
+        emit,
         "norm_backward.cl",
-        f"norm_sums_{how.suffix}",
-        how.global_size,
+        "norm_sums",
+        (channels, batch),
+        positions,
+        width,
         [Read(grad), Read(x), Read(mean), Read(rstd), Write(sums), channels, batch, positions, *place],
-        defines={**how.defines, "WEIGHTED": 0},
-        local_size=how.local_size,
-        split=how.split + 1,
+        {"WEIGHTED": 0},
         flops=5 * x.numel,
     )
     return sums
@@ -307,14 +312,13 @@ def _column_sums(
     vectors = column_vectors(device, columns, width, most=32)
     global_size = (columns // (width * vectors), segments)
     defines: dict[str, Define] = {"VW": width, "NV": vectors, "BY_ROW": int(by_row)}
-    emit.launch(
+    launch_items(
+        emit,
         "norm_backward.cl",
         "norm_sums_columns",
         global_size,
         [Read(grad), Read(x), Read(mean), Read(rstd), Write(sums), columns, rows, segment, segments],
         defines=defines,
-        local_size=plain_range(device, global_size),
-        split=1,
         flops=5 * x.numel,
     )
     return total(emit, sums, [1])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
-from apps.gradient.opencl.rows import plain_range
+from apps.gradient.opencl.rows import launch_items
 from apps.gradient.opencl.values import Read, View, Write
 
 WORDS = 4  # elements of one block of the generator
@@ -21,7 +21,8 @@ def _random(bernoulli: bool) -> Lower:
         out, stream = emit.like(call.outputs[0]), call.attrs["stream"]
         width = min(emit.device.vector_width, MOST_BLOCKS)
         items = -(-out.numel // (WORDS * width))
-        emit.launch(
+        launch_items(
+            emit,
             "philox.cl",
             "philox",
             (items,),
@@ -30,8 +31,6 @@ def _random(bernoulli: bool) -> Lower:
                 *(stream - (1 << 32) if stream >= 1 << 31 else stream, float(call.attrs.get("p", 0.0))),
             ],
             defines={"BERNOULLI": int(bernoulli), "VW": width, "WIDE": int(not emit.device.group_form)},
-            local_size=plain_range(emit.device, (items,)),
-            split=0,
             flops=OPERATIONS * out.numel,
         )
         return [out]

@@ -19,8 +19,8 @@ from apps.gradient.opencl.rows import (
     axes,
     column_vectors,
     column_width,
-    plain_range,
-    row_launch,
+    launch_items,
+    launch_rows,
     segments,
     vector_width,
 )
@@ -121,15 +121,15 @@ class _Pass:
         segment, parts = row_segments(device, rows, length)
         made = out if parts == 1 else self.emit.fresh(out.dtype, (rows, parts))
         width = vector_width(device, x.offset, row_stride if rows > 1 else 0) if _same(x, made) else 1
-        how = row_launch(device, segment, width, (rows, parts))
-        self.emit.launch(
+        launch_rows(
+            self.emit,
             "reduce.cl",
-            f"reduce_rows_{how.suffix}",
-            how.global_size,
+            "reduce_rows",
+            (rows, parts),
+            segment,
+            width,
             [Read(x), Write(made), rows, length, row_stride, segment, parts, float(self.divisor)],
-            defines={**self.defines(x, made, parts), **how.defines},
-            local_size=how.local_size,
-            split=how.split,
+            self.defines(x, made, parts),
             flops=rows * length,
         )
         if parts > 1:
@@ -164,14 +164,13 @@ class _Pass:
         width = column_width(device, b, x.offset, out.offset, strides[0], stride) if adjacent else 1
         vectors = column_vectors(device, b, width)
         sizes = (b // (width * vectors), a, parts)
-        self.emit.launch(
+        launch_items(
+            self.emit,
             "reduce.cl",
             "reduce_columns",
             sizes,
             [Read(x), Write(out), b, a, length, strides[0], stride, strides[1], segment, parts, float(self.divisor)],
             defines={**self.defines(x, out, parts), "VW": width, "NV": vectors},
-            local_size=plain_range(device, sizes),
-            split=2 if parts > a else 1,
             flops=a * b * length,
         )
 
@@ -230,27 +229,25 @@ def _search_rows(emit: Emitter, x: View, out: View, rows: int, length: int, defi
     device = emit.device
     segment, parts = row_segments(device, rows, length)
     found = out if parts == 1 else emit.fresh("int32", (rows, parts))
-    how = row_launch(device, segment, 1, (rows, parts))
-    shape = {name: value for name, value in how.defines.items() if name != "VW"}
-    emit.launch(
+    launch_rows(
+        emit,
         "argreduce.cl",
-        f"arg_rows_{how.suffix}",
-        how.global_size,
+        "arg_rows",
+        (rows, parts),
+        segment,
+        1,
         [Read(x), Write(found), rows, length, segment, parts],
-        defines={**defines, **shape, "OUT": C_TYPES[found.dtype]},
-        local_size=how.local_size,
-        split=how.split,
+        {**defines, "OUT": C_TYPES[found.dtype]},
         flops=x.numel,
     )
     if parts > 1:
-        emit.launch(
+        launch_items(
+            emit,
             "argreduce.cl",
             "arg_segments",
             (rows,),
             [Read(x), Read(found), Write(out), rows, length, parts],
             defines=defines,
-            local_size=plain_range(device, (rows,)),
-            split=0,
             nbytes=rows * parts * 8,
         )
 
@@ -259,14 +256,13 @@ def _search_columns(
     emit: Emitter, x: View, out: View, sizes: tuple[int, int, int], defines: Mapping[str, Define]
 ) -> None:
     a, r, b = sizes
-    emit.launch(
+    launch_items(
+        emit,
         "argreduce.cl",
         "arg_columns",
         (b, a),
         [Read(x), Write(out), b, a, r],
         defines={**defines, "OUT": "long"},
-        local_size=plain_range(emit.device, (b, a)),
-        split=1 if a > 1 else 0,
         flops=x.numel,
     )
 
@@ -289,24 +285,22 @@ def cumsum(call: Call, inputs: Inputs, emit: Emitter) -> Sequence[View]:
     if parts > 1:
         carry = emit.fresh(out.dtype, (a, parts, b))
         _Pass(emit, _SUM, 1).column_launch(x, carry, (a, b), (r * b, 1), r, b, segment)
-        emit.launch(
+        launch_items(
+            emit,
             "scan.cl",
             "scan_carries",
             (b, a),
             [Write(carry), b, a, parts],
-            defines=defines,
-            local_size=plain_range(emit.device, (b, a)),
+            defines,
             nbytes=2 * carry.storage.nbytes,
         )
-    sizes = (b, parts, a)
-    emit.launch(
+    launch_items(
+        emit,
         "scan.cl",
         "scan_segments",
-        sizes,
+        (b, parts, a),
         [Read(x), Read(carry) if parts > 1 else Read(x), Write(out), b, r, a, segment, parts],
         defines=defines,
-        local_size=plain_range(emit.device, sizes),
-        split=2 if a > 1 else 1,
         flops=x.numel,
     )
     return [out]

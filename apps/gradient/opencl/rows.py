@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from apps.gradient.opencl.emitter import Emitter
 from apps.gradient.opencl.facts import DeviceFacts
-from apps.gradient.opencl.values import Define
+from apps.gradient.opencl.values import Argument, Define
 
 GROUP = 64  # most items of a group: a wavefront of the GPUs that matter
 LANES = (16, 64)  # items that share a row; few choices, because each is a program to compile
@@ -72,26 +72,69 @@ def column_vectors(device: DeviceFacts, columns: int, width: int, most: int = 64
     return vectors
 
 
-@dataclass(frozen=True)
-class RowLaunch:
-    """How a kernel `<name>_item` or `<name>_group` is launched on rows."""
+def launch_items(
+    emit: Emitter,
+    file: str,
+    kernel: str,
+    sizes: Sequence[int],
+    arguments: Sequence[Argument],
+    defines: Mapping[str, Define] | None = None,
+    *,
+    uncut: int = 0,
+    flops: int = 0,
+    nbytes: int | None = None,
+) -> None:
+    """A launch of items that do not work together. The first `uncut` dimensions must not be cut into pieces."""
+    if 0 in sizes:
+        return
+    local = plain_range(emit.device, sizes)
+    split = _split_axis(sizes, local, uncut)
+    emit.launch(
+        file, kernel, sizes, arguments, defines=defines, local_size=local, split=split, flops=flops, nbytes=nbytes
+    )
 
-    suffix: str
-    global_size: tuple[int, ...]
-    local_size: tuple[int, ...]
-    defines: Mapping[str, Define]
-    split: int
+
+def launch_rows(
+    emit: Emitter,
+    file: str,
+    kernel: str,
+    rows: Sequence[int],
+    length: int,
+    width: int,
+    arguments: Sequence[Argument],
+    defines: Mapping[str, Define] | None = None,
+    *,
+    flops: int,
+) -> None:
+    """A launch of `<kernel>_item` or `<kernel>_group` on rows of `length` elements, `width` at a time.
+
+    The rows are counted along one or two dimensions: 0 and 1 of the range, or 1 and 2 behind a row's lanes.
+    """
+    if 0 in rows:
+        return
+    device = emit.device
+    if device.group_form:
+        group = _power_below(min(GROUP, device.max_work_group))
+        lanes = min(group, next((each for each in LANES if each * width >= length), LANES[-1]))
+        suffix, shape = "group", {"LANES": lanes, "ROWS": group // lanes}
+        sizes, local = (lanes, *rows), (lanes, group // lanes, 1)[: 1 + len(rows)]
+    else:
+        suffix, shape, sizes, local = "item", {}, tuple(rows), plain_range(device, rows)
+    emit.launch(
+        file,
+        f"{kernel}_{suffix}",
+        sizes,
+        arguments,
+        defines={**(defines or {}), **shape, "VW": width},
+        local_size=local,
+        split=_split_axis(sizes, local),
+        flops=flops,
+    )
 
 
-def row_launch(device: DeviceFacts, length: int, width: int, rows: Sequence[int]) -> RowLaunch:
-    """For rows of `length` elements, counted along one or two dimensions; an item takes `width` elements at once."""
-    if not device.group_form:
-        return RowLaunch("item", tuple(rows), plain_range(device, rows), {"VW": width}, 0)
-    group = _power_below(min(GROUP, device.max_work_group))
-    lanes = min(group, next((each for each in LANES if each * width >= length), LANES[-1]))
-    together = group // lanes
-    defines: Mapping[str, Define] = {"VW": width, "LANES": lanes, "ROWS": together}
-    return RowLaunch("group", (lanes, *rows), (lanes, together, 1)[: 1 + len(rows)], defines, 1)
+def _split_axis(sizes: Sequence[int], local: Sequence[int], first: int = 0) -> int:
+    """The dimension, from `first` on, with the most groups: along it a launch can be cut into the most pieces."""
+    return max(range(first, len(sizes)), key=lambda axis: -(-sizes[axis] // local[axis]))
 
 
 def segments(device: DeviceFacts, length: int, parallel: int, shortest: int) -> int:

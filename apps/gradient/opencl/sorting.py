@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from apps.gradient.backends.backend import Call
 from apps.gradient.opencl.emitter import Emitter, Inputs, Lower
-from apps.gradient.opencl.rows import plain_range
+from apps.gradient.opencl.rows import launch_items
 from apps.gradient.opencl.values import C_TYPES, Define, Read, View, Write
 
 #: Elements that are ranked by comparing each with all. Small sorts are a matter of launches: few, large blocks.
@@ -24,14 +24,13 @@ def sorted_rows(emit: Emitter, x: View, keep: int, descending: bool = False) -> 
     stride = (runs - 1) * kept + last
     keys, order = emit.fresh(x.dtype, (rows, stride)), emit.fresh("int32", (rows, stride))
     sizes = (min(block, length), runs, rows)
-    emit.launch(
+    launch_items(
+        emit,
         "sort.cl",
         "sort_blocks",
         sizes,
         [Read(x), Write(keys), Write(order), length, runs, rows, kept, stride],
         defines=defines,
-        local_size=plain_range(emit.device, sizes),
-        split=2 if rows > 1 else 1,
         flops=x.numel * min(block, length),
     )
     while runs > 1:
@@ -40,7 +39,8 @@ def sorted_rows(emit: Emitter, x: View, keep: int, descending: bool = False) -> 
         out_stride = (merged_runs - 1) * out_kept + out_last
         merged = emit.fresh(x.dtype, (rows, out_stride)), emit.fresh("int32", (rows, out_stride))
         sizes = (kept, runs, rows)
-        emit.launch(
+        launch_items(
+            emit,
             "sort.cl",
             "sort_merge",
             sizes,
@@ -49,8 +49,6 @@ def sorted_rows(emit: Emitter, x: View, keep: int, descending: bool = False) -> 
                 *(runs, rows, kept, last, stride, out_kept, out_stride),
             ],
             defines=defines,
-            local_size=plain_range(emit.device, sizes),
-            split=2 if rows > 1 else 1,
             flops=rows * stride * kept.bit_length(),
         )
         (keys, order), runs, kept, last, stride = merged, merged_runs, out_kept, out_last, out_stride
