@@ -295,6 +295,16 @@ class SupplySection:
         default=600,
     )
     extra_replicas: int = _key(_integer(0, 10, 1), "further copies of one microtask at most", default=1)
+    failing_after: int = _key(
+        _integer(0, 1_000_000, 10),
+        "tasks of a version that must have ended before their errors can stop the job; 0: they never do",
+        default=10,
+    )
+    failing_share: float = _key(
+        _number(0, 1, 0.5, above=True),
+        "the share of errors among them that stops the job",
+        default=0.5,
+    )
     keep_versions: int = _key(
         _integer(0, 1_000_000, 100),
         "newest versions whose weights and gradients stay on the server's disk; 0: all of them",

@@ -18,6 +18,10 @@ EXIT_ABORTED_VIA_GUI = 203
 EXIT_ABORTED_BY_PROJECT = 202
 
 
+#: Exit statuses of tasks that ended for no fault of their own: not begun before the deadline, ended by project or user.
+EXITS_WITHOUT_FAULT = (200, EXIT_ABORTED_BY_PROJECT, EXIT_ABORTED_VIA_GUI)
+
+
 class ServerState(IntEnum):
     """`result.server_state`: where one instance of a workunit is."""
 

@@ -36,7 +36,7 @@ from boinc_project.gt_tables import (
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, JobFolder, Published
 from boinc_project.rows import Key, read_rows, update_rows
-from boinc_project.states import AssimilateState, Outcome, ServerState
+from boinc_project.states import EXITS_WITHOUT_FAULT, AssimilateState, Outcome, ServerState, TransitionerFlags
 
 Row = Mapping[str, Any]
 
@@ -130,6 +130,74 @@ def job_named(connection: Connection, name: str) -> JobRow | None:
 
 def set_job_state(connection: Connection, job_id: int, state: JobState, note: str = "") -> None:
     connection.execute(sa.update(gt_job).where(gt_job.c.id == job_id).values(state=str(state), note=note))
+
+
+def stop_job(connection: Connection, job: JobRow, state: JobState, note: str) -> bool:
+    """Stop a running job; False if it has stopped, or gone on to another version, since it was read."""
+    done = connection.execute(
+        sa.update(gt_job)
+        .where(
+            gt_job.c.id == job.id,
+            gt_job.c.state == str(JobState.RUNNING),
+            gt_job.c.current_version == job.current_version,
+        )
+        .values(state=str(state), note=note)
+    )
+    return bool(done.rowcount)
+
+
+def begin_afresh(connection: Connection, job: JobRow) -> None:
+    """Have the current version's slots tried afresh: those given up, and, after the job has failed, also those whose
+    open workunit has met an error, so that these errors are not counted again."""
+    rows = microtasks(connection, job.id, job.current_version)
+    names = [str(row["workunit_name"]) for row in rows if row["state"] == MicrotaskState.FAILED]
+    if job.state == JobState.FAILED:
+        still_open = [str(row["workunit_name"]) for row in rows if row["state"] == MicrotaskState.ISSUED]
+        names += _with_errors(connection, still_open)
+    for start in range(0, len(names), 500):
+        connection.execute(
+            sa.update(gt_microtask)
+            .where(
+                gt_microtask.c.workunit_name.in_(names[start : start + 500]),
+                gt_microtask.c.state.in_([str(MicrotaskState.FAILED), str(MicrotaskState.ISSUED)]),
+            )
+            .values(state=str(MicrotaskState.CANCELLED), note="withdrawn when the job was resumed")
+        )
+
+
+def release(connection: Connection, job: JobRow, now: int) -> None:
+    """Let further copies be made and sent again of the workunits that were held back when the job failed."""
+    query = sa.select(gt_microtask.c.workunit_name).where(
+        gt_microtask.c.job_id == job.id, gt_microtask.c.state != str(MicrotaskState.FOLDED)
+    )
+    names = [str(name) for name in connection.scalars(query)]
+    for start in range(0, len(names), 500):
+        connection.execute(
+            sa.update(workunit)
+            .where(
+                workunit.c.name.in_(names[start : start + 500]),
+                workunit.c.transitioner_flags == int(TransitionerFlags.NO_NEW_RESULTS),
+                workunit.c.error_mask == 0,
+                workunit.c.canonical_resultid == 0,
+            )
+            .values(transitioner_flags=int(TransitionerFlags.NORMAL), transition_time=now)
+        )
+
+
+def _with_errors(connection: Connection, workunit_names: Sequence[str]) -> list[str]:
+    """Those of these workunits that have a result which ended in an error."""
+    found: set[str] = set()
+    for start in range(0, len(workunit_names), 500):
+        query = (
+            sa.select(workunit.c.name)
+            .join(result, workunit.c.id == result.c.workunitid)
+            .where(
+                workunit.c.name.in_(list(workunit_names[start : start + 500])),
+                result.c.outcome.in_([int(Outcome.CLIENT_ERROR), int(Outcome.VALIDATE_ERROR)]),
+            )
+        )
+        found.update(str(name) for name in connection.scalars(query))
+    return sorted(found)
 
 
 def lock_job(connection: Connection, job_id: int) -> Row | None:
@@ -299,6 +367,56 @@ def needing_validation(
     if mod is not None:
         query = query.where(workunit.c.id % mod[0] == mod[1])
     return [int(each) for each in connection.execute(query.order_by(workunit.c.id).limit(limit)).scalars()]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How many tasks ended on one host with one app version: in success (whatever the validator says), in error."""
+
+    host: int
+    app_version: int  # negative: the volunteer's own program
+    successes: int
+    errors: int
+
+
+def ended_tasks(connection: Connection, workunit_names: Sequence[str]) -> list[Ended]:
+    """How the tasks of these workunits ended, by host and app version.
+
+    Errors are those of the client and files that cannot be judged. Tasks that timed out, were aborted by project or
+    user, or were lost with a client's state say nothing about the work and are not counted.
+    """
+    columns = (result.c.hostid, result.c.app_version_id, result.c.outcome)
+    counts: Counter[tuple[int, int, bool]] = Counter()
+    for start in range(0, len(workunit_names), 500):
+        query = (
+            sa.select(*columns, sa.func.count())
+            .join(workunit, workunit.c.id == result.c.workunitid)
+            .where(
+                workunit.c.name.in_(list(workunit_names[start : start + 500])),
+                result.c.server_state == int(ServerState.OVER),
+                result.c.outcome.in_([int(Outcome.SUCCESS), int(Outcome.CLIENT_ERROR), int(Outcome.VALIDATE_ERROR)]),
+                result.c.exit_status.not_in(EXITS_WITHOUT_FAULT),
+            )
+            .group_by(*columns)
+        )
+        for host_id, app_version_id, outcome, number in connection.execute(query):
+            counts[int(host_id), int(app_version_id), int(outcome) == Outcome.SUCCESS] += int(number)
+    pairs = sorted({(host_id, version) for host_id, version, _ in counts})
+    return [Ended(*pair, counts[(*pair, True)], counts[(*pair, False)]) for pair in pairs]
+
+
+def app_version_text(connection: Connection, identifier: int) -> str:
+    """`app version 1.02 for windows_x86_64 (opencl_nvidia_gt)`, as an admin finds it on the project's pages."""
+    query = (
+        sa.select(app_version.c.version_num, app_version.c.plan_class, platform.c.name)
+        .join(platform, platform.c.id == app_version.c.platformid)
+        .where(app_version.c.id == identifier)
+    )
+    found = connection.execute(query).first()
+    if found is None:
+        return "programs of the volunteers' own" if identifier < 0 else f"app version #{identifier}"
+    plan_class = f" ({found.plan_class})" if found.plan_class else ""
+    return f"app version {found.version_num // 100}.{found.version_num % 100:02d} for {found.name}{plan_class}"
 
 
 def commonest_error(connection: Connection, workunit_names: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The work generator daemon: keeps each running job supplied with workunits and its old files retired.
 
-    main -> run_passes -> one_pass -> for each job: finish? -> issue -> help stragglers -> retire
+    main -> run_passes -> one_pass -> for each job: finished or failing? -> issue -> help stragglers -> retire
 
 It follows sched/sample_work_generator.cpp: stage the files, insert the workunit last, then wait until the
 transitioner has made the results before counting again.
@@ -69,13 +69,14 @@ class Generator:
         worked = False
         with outside_faults():
             with self.database.read() as connection:
-                found = store.jobs(connection, JobState.RUNNING, appid=self.appid)
-                finished = store.jobs(connection, JobState.FINISHED, JobState.PAUSED, appid=self.appid)
-            for job in found:
+                running = store.jobs(connection, JobState.RUNNING, appid=self.appid)
+            for job in running:
                 self.stopper.check()
                 if self.options.takes_job(job.id):
                     worked |= self._supply(job)
-            for job in [*found, *finished]:
+            with self.database.read() as connection:
+                every_job = store.jobs(connection, appid=self.appid)
+            for job in every_job:
                 if self.options.takes_job(job.id):
                     self._take_back(job)
         return worked
@@ -87,7 +88,7 @@ class Generator:
         if reason:
             log.info("[JOB %s] finished: %s", job.name, reason)
             if not self.options.dry_run:
-                self._set_state(job, JobState.FINISHED, reason)
+                self._stop(job, JobState.FINISHED, reason)
             return True
         with self.database.read() as connection:
             rows = store.microtasks(connection, job.id, job.current_version)
@@ -103,6 +104,8 @@ class Generator:
                 cause = store.commonest_error(connection, [str(row["workunit_name"]) for row in rows])
             self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
             return True
+        if self._is_failing(job, rows):
+            return True
         wanted = supply.slots_to_issue(rows, slots)
         issued = False
         for first in range(0, len(wanted), WORKUNITS_PER_BATCH):
@@ -111,6 +114,22 @@ class Generator:
         if issued:
             self._wait_for_transitioner(job.appid)
         return issued or self._help_stragglers(job)
+
+    def _is_failing(self, job: JobRow, rows: Sequence[store.Row]) -> bool:
+        """Stop the job if most tasks of its current version fail; returns whether it was so."""
+        names = [str(row["workunit_name"]) for row in rows if row["state"] != MicrotaskState.CANCELLED]
+        with self.database.read() as connection:
+            found = supply.failing(store.ended_tasks(connection, names), job.config.supply)
+            if found is None:
+                return False
+            cause = store.commonest_error(connection, names)
+            which = "" if found.app_version is None else store.app_version_text(connection, found.app_version)
+        self._fail(
+            job,
+            f"{found.errors} of {found.tasks} tasks of version {job.current_version} failed on {found.hosts} hosts"
+            f"{', all of them with ' if which else ''}{which}{cause}",
+        )
+        return True
 
     def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
         """Make workunits of slots of the open round; returns whether any was made."""
@@ -184,12 +203,11 @@ class Generator:
 
     def _fail(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason, until an admin resumes it."""
-        log.critical("[JOB %s] stopped: %s", job.name, reason)
-        if not self.options.dry_run:
-            self._set_state(job, JobState.FAILED, reason)
+        if self.options.dry_run or self._stop(job, JobState.FAILED, reason):
+            log.critical("[JOB %s] stopped: %s", job.name, reason)
 
-    def _set_state(self, job: JobRow, state: JobState, note: str) -> None:
-        self.database.repeated(lambda connection: store.set_job_state(connection, job.id, state, note))
+    def _stop(self, job: JobRow, state: JobState, note: str) -> bool:
+        return self.database.repeated(lambda connection: store.stop_job(connection, job, state, note))
 
     def _wait_for_transitioner(self, appid: int) -> None:
         """Count again only when the results of what was issued exist."""

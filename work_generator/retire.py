@@ -1,4 +1,4 @@
-"""Takes back what nobody needs any more: published files of older versions, workunits that nobody was sent.
+"""Takes back what nobody needs any more: published files of older versions, workunits that nobody works on.
 
 A file is needed while a workunit that names it is not assimilated or one of its results is not over: counted
 from BOINC's own rows, never by age. It is marked first and deleted then, under the job's lock, so that a crash
@@ -20,11 +20,15 @@ from boinc_project.database import Database, result, workunit
 from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
-from boinc_project.states import AssimilateState, ErrorMask, Outcome, ServerState
+from boinc_project.states import AssimilateState, ErrorMask, Outcome, ServerState, TransitionerFlags, ValidateState
 from boinc_project.store import JobRow
 
 FILES_PER_LOCK = 100
 _NOT_SENT = (int(ServerState.INACTIVE), int(ServerState.UNSENT))
+#: Outcomes that stay without credit; a late report (of NO_REPLY) may still be found valid.
+_IN_VAIN = (
+    Outcome.COULDNT_SEND, Outcome.CLIENT_ERROR, Outcome.DIDNT_NEED, Outcome.VALIDATE_ERROR, Outcome.CLIENT_DETACHED,
+)  # fmt: skip
 
 log = logging.getLogger("work_generator")
 
@@ -80,14 +84,15 @@ def versions_in_use(connection: Connection, job: JobRow, versions: Sequence[int]
 
 
 def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
-    """Cancel the workunits that no longer serve the job and that nobody was sent; returns their number.
+    """Cancel the workunits that no longer serve the job and for which nobody can be credited; returns their number.
 
-    Those are the ones of rolled-back versions, and all open ones of a finished job. A workunit of which a copy
-    was ever sent is left to end by itself: cancelling it would take its volunteers' credit. `settled` remembers
-    the names that need no further look.
+    Those are the ones that were withdrawn, and all open ones of a job that has finished or failed. While a copy is
+    out or may be found valid its workunit is left to end by itself: cancelling it would take its volunteers' credit.
+    Where every copy that was sent has failed, it would only be sent to further hosts. Of a job that has failed, the
+    others get no further copies either. `settled` remembers the names that need no further look.
     """
     states = [str(MicrotaskState.CANCELLED)]
-    if job.state == JobState.FINISHED:
+    if job.state in (JobState.FINISHED, JobState.FAILED):
         states.append(str(MicrotaskState.ISSUED))
     with database.read() as connection:
         query = sa.select(gt_microtask.c.workunit_name).where(
@@ -95,23 +100,52 @@ def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
         )
         names = {str(name) for name in connection.scalars(query)} - settled
         units = {name: row for name, row in _units(connection, names).items() if not _is_over(row)}
-        sent = _with_results(
-            connection, [int(row["id"]) for row in units.values()], result.c.server_state.not_in(_NOT_SENT)
-        )
+        ids = [int(row["id"]) for row in units.values()]
+        sent = _with_results(connection, ids, result.c.server_state.not_in(_NOT_SENT))
+        earning = {identifier for identifier in sent if _earns(store.results_of(connection, identifier))}
     settled.update(names - set(units))
     cancelled = 0
     for name, row in sorted(units.items(), key=lambda each: int(each[1]["id"])):
-        if int(row["id"]) in sent:
+        if int(row["id"]) in earning:
+            held = job.state == JobState.FAILED and database.repeated(
+                partial(_hold, job=job, identifier=int(row["id"]))
+            )
+            if held:
+                log.info("[WU#%d %s] gets no further copies while the job is stopped", row["id"], name)
             continue
-        if database.repeated(partial(_cancel, identifier=int(row["id"]), name=name)):
+        if database.repeated(partial(_cancel, identifier=int(row["id"]), name=name, why=f"the job is {job.state}")):
             settled.add(name)
             cancelled += 1
-            log.info("[WU#%d %s] cancelled: nobody was sent it, and it serves no version", row["id"], name)
+            log.info("[WU#%d %s] cancelled: it serves no version, and nobody works on it", row["id"], name)
     return cancelled
 
 
-def _cancel(connection: Connection, identifier: int, name: str) -> bool:
-    """Cancel a workunit as BOINC's own tools do (sched/cancel_jobs), unless a copy of it was ever sent."""
+def _hold(connection: Connection, job: JobRow, identifier: int) -> bool:
+    """Let no further copy of an open workunit be made or sent, until the job is resumed (store.release)."""
+    columns = ("id", "assimilate_state", "error_mask", "canonical_resultid", "transitioner_flags")
+    found = read_rows(connection, workunit, ("id",), [(identifier,)], columns, lock=True).get((identifier,))
+    if found is None or _is_over(found) or found["transitioner_flags"] != TransitionerFlags.NORMAL:
+        return False
+    locked = store.lock_job(connection, job.id)
+    if locked is None or locked["state"] != JobState.FAILED:
+        return False
+    flags = {"transitioner_flags": int(TransitionerFlags.NO_NEW_RESULTS)}
+    connection.execute(sa.update(workunit).where(workunit.c.id == identifier).values(**flags))
+    return True
+
+
+def _earns(copies: Iterable[store.Row]) -> bool:
+    """Whether somebody may yet be credited for one of these results of a workunit without a canonical one."""
+    return any(
+        row["server_state"] not in _NOT_SENT
+        and not (row["server_state"] == ServerState.OVER and row["outcome"] in _IN_VAIN)
+        and row["validate_state"] != ValidateState.INVALID
+        for row in copies
+    )
+
+
+def _cancel(connection: Connection, identifier: int, name: str, why: str) -> bool:
+    """Cancel a workunit as BOINC's own tools do (sched/cancel_jobs), unless it may bring somebody credit."""
     locked = read_rows(
         connection, workunit, ("id",), [(identifier,)], ("id", "assimilate_state", "error_mask", "canonical_resultid"),
         lock=True,
@@ -119,7 +153,7 @@ def _cancel(connection: Connection, identifier: int, name: str) -> bool:
     if not locked or _is_over(locked[(identifier,)]):
         return False
     copies = store.results_of(connection, identifier, lock=True)
-    if any(row["server_state"] not in _NOT_SENT for row in copies):
+    if _earns(copies):
         return False
     connection.execute(
         sa.update(result)
@@ -130,15 +164,15 @@ def _cancel(connection: Connection, identifier: int, name: str) -> bool:
     connection.execute(
         sa.update(workunit).where(workunit.c.id == identifier).values(error_mask=mask, transition_time=int(time.time()))
     )
-    _withdraw(connection, name)
+    _withdraw(connection, name, why)
     return True
 
 
-def _withdraw(connection: Connection, name: str) -> None:
+def _withdraw(connection: Connection, name: str, why: str) -> None:
     connection.execute(
         sa.update(gt_microtask)
         .where(gt_microtask.c.workunit_name == name, gt_microtask.c.state == str(MicrotaskState.ISSUED))
-        .values(state=str(MicrotaskState.CANCELLED), note="the job is finished")
+        .values(state=str(MicrotaskState.CANCELLED), note=why)
     )
 
 

@@ -8,13 +8,15 @@ database and writes nothing (__main__.py does).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from boinc_project.gt_tables import MicrotaskState
-from boinc_project.job_config import JobConfig
+from boinc_project.job_config import JobConfig, SupplySection
 from boinc_project.states import NEVER
+from boinc_project.store import Ended
 from boinc_project.supply_limits import MAX_ATTEMPTS
 
 Row = Mapping[str, Any]
@@ -57,6 +59,42 @@ def _by_slot(microtasks: Sequence[Row]) -> dict[int, list[Row]]:
 
 def _failures(attempts: Sequence[Row]) -> int:
     return sum(1 for attempt in attempts if attempt["state"] == MicrotaskState.FAILED)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job stops: so many of its newest version's tasks failed, on so many hosts."""
+
+    errors: int
+    tasks: int
+    hosts: int
+    app_version: int | None  # the only one that failed, by its id; None if several did
+
+
+def failing(ended: Sequence[Ended], section: SupplySection) -> Failure | None:
+    """Whether so many tasks of a version fail that issuing more would only cost volunteers their time and quota.
+
+    At least `failing_after` of them must have ended, `failing_share` of these in errors. No host counts for more
+    than its part, `failing_after` divided by the hosts that answered, and two hosts at least must have failed: one
+    broken computer, however fast it fails, is its owner's trouble and not the job's.
+    """
+    by_host: dict[int, list[Ended]] = {}
+    for each in ended:
+        by_host.setdefault(each.host, []).append(each)
+    hosts = {
+        host: (sum(e.errors for e in one), sum(e.errors + e.successes for e in one)) for host, one in by_host.items()
+    }
+    failed = [host for host, (errors, _) in hosts.items() if errors]
+    if not section.failing_after or len(failed) < 2:
+        return None
+    part = math.ceil(section.failing_after / len(hosts))
+    counted = sum(min(tasks, part) for _, tasks in hosts.values())
+    wrong = sum(errors * min(tasks, part) / tasks for errors, tasks in hosts.values())
+    if counted < section.failing_after or wrong < section.failing_share * counted - 1e-9:
+        return None
+    versions = {each.app_version for each in ended if each.errors}
+    errors, tasks = (sum(column) for column in zip(*hosts.values(), strict=True))
+    return Failure(errors, tasks, len(failed), versions.pop() if len(versions) == 1 else None)
 
 
 def straggling(

@@ -172,20 +172,8 @@ def pause(name: str, project_dir: Path | None) -> None:
 @click.argument("name")
 @project_option
 def resume(name: str, project_dir: Path | None) -> None:
-    """Go on with a paused or failed job; slots that failed too often are tried afresh."""
-    tree = open_project(project_dir)
+    """Go on with a paused or failed job; microtasks that failed are issued afresh."""
     change_state(project_dir, name, {JobState.PAUSED, JobState.FAILED}, JobState.RUNNING)
-    with tree.database() as database, database.transaction() as connection:
-        found = named_job(connection, name)
-        connection.execute(
-            sa.update(gt_microtask)
-            .where(
-                gt_microtask.c.job_id == found.id,
-                gt_microtask.c.version == found.current_version,
-                gt_microtask.c.state == str(MicrotaskState.FAILED),
-            )
-            .values(state=str(MicrotaskState.CANCELLED))
-        )
 
 
 @job.command("rollback")
@@ -246,13 +234,24 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
 
 def change_state(project_dir: Path | None, name: str, allowed: set[JobState], new: JobState) -> None:
     """Move a job from one of the allowed states to a new one."""
-    tree = open_project(project_dir)
-    with tree.database() as database, database.transaction() as connection:
-        found = named_job(connection, name)
+
+    def change(connection: sa.Connection) -> None:
+        named = named_job(connection, name)
+        if new == JobState.RUNNING:
+            store.release(connection, named, int(time.time()))
+        locked = store.lock_job(connection, named.id)
+        assert locked is not None, name  # jobs are never deleted
+        found = store.job_row(locked)
         if found.state not in allowed:
             wanted = " or ".join(sorted(allowed))
             raise Mistake(f"job {name!r} is {found.state}; only a {wanted} job can become {new}")
+        if new == JobState.RUNNING:  # with it, or the generator could see the old failures first and stop the job again
+            store.begin_afresh(connection, found)
         store.set_job_state(connection, found.id, new)
+
+    tree = open_project(project_dir)
+    with tree.database() as database:
+        database.repeated(change)
     click.echo(f"Job {name!r} is {new}.")
 
 

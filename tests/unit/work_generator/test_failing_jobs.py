@@ -1,0 +1,247 @@
+"""A job most of whose tasks fail stops before it has cost all volunteers their quota; one bad host stops nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from boinc_project import database
+from boinc_project.cli.main import main
+from boinc_project.gt_tables import JobState, gt_microtask
+from boinc_project.job_config import SupplySection
+from boinc_project.states import (
+    EXIT_ABORTED_BY_PROJECT,
+    EXIT_ABORTED_VIA_GUI,
+    ErrorMask,
+    Outcome,
+    ServerState,
+    ValidateState,
+)
+from boinc_project.store import Ended
+from tests.tiny_project import TinyProject, tiny_project
+from work_generator.supply import Failure, failing
+
+SECTION = SupplySection()
+CPU, CARD, OWN = 1, 2, -1
+both_databases = pytest.mark.usefixtures("each_database")
+
+
+def hosts(*tallies: tuple[int, int], app_version: int = CPU, first: int = 1) -> list[Ended]:
+    """What hosts returned: (successes, errors) of each."""
+    return [Ended(first + number, app_version, *tally) for number, tally in enumerate(tallies)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        (hosts(*[(0, 1)] * 10), Failure(10, 10, 10, CPU)),
+        (hosts(*[(0, 1)] * 5, *[(1, 0)] * 5), Failure(5, 10, 5, CPU)),
+        (hosts((0, 5), (0, 5)), Failure(10, 10, 2, CPU)),
+        (hosts((0, 9), (0, 9), (0, 9), (1, 0)), Failure(27, 28, 3, CPU)),
+        (hosts((2, 0), (3, 1), app_version=CPU) + hosts((0, 5), (0, 5), (0, 5), app_version=CARD, first=9),
+         Failure(16, 21, 4, None)),
+        (hosts((2, 0), (3, 0), app_version=CPU) + hosts((0, 5), (0, 5), (0, 5), app_version=CARD, first=9),
+         Failure(15, 20, 3, CARD)),
+        (hosts(*[(0, 1)] * 10, app_version=OWN), Failure(10, 10, 10, OWN)),
+    ],
+)  # fmt: skip
+def test_a_job_fails_when_half_of_ten_tasks_did_on_several_hosts(ended: list[Ended], expected: Failure) -> None:
+    for order in itertools.islice(itertools.permutations(ended), 100):
+        assert failing(order, SECTION) == expected
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        [],
+        hosts(*[(0, 1)] * 9),
+        hosts(*[(0, 1)] * 4, *[(1, 0)] * 5),
+        hosts(*[(0, 1)] * 9, *[(1, 0)] * 11),
+        hosts((0, 1000)),
+        hosts((0, 50), *[(1, 0)] * 20),
+        hosts((0, 50), (1, 0)),
+        hosts((0, 50), (1, 0), (1, 0)),
+        hosts((0, 50), (0, 1), (1, 0)),
+        hosts((0, 50), (9, 1), (10, 0)),
+    ],
+)
+def test_a_job_goes_on_after_few_errors_or_those_of_one_bad_host(ended: list[Ended]) -> None:
+    assert failing(ended, SECTION) is None
+
+
+def test_number_and_share_are_the_admin_s() -> None:
+    ended = hosts(*[(0, 1)] * 4, *[(1, 0)] * 6)
+    assert failing(ended, SECTION) is None
+    assert failing(ended, dataclasses.replace(SECTION, failing_share=0.4)) == Failure(4, 10, 4, CPU)
+    assert failing(ended[:4], dataclasses.replace(SECTION, failing_after=4)) == Failure(4, 4, 4, CPU)
+    assert failing(hosts(*[(0, 1)] * 1000), dataclasses.replace(SECTION, failing_after=0)) is None
+
+
+@pytest.fixture
+def project() -> Iterator[TinyProject]:
+    with tiny_project() as made:
+        yield made
+
+
+CLIENT_ERROR: dict[str, Any] = {
+    "outcome": int(Outcome.CLIENT_ERROR), "validate_state": int(ValidateState.INVALID), "exit_status": 12,
+    "stderr_out": "cannot read shard",
+}  # fmt: skip
+UNREADABLE: dict[str, Any] = {"outcome": int(Outcome.VALIDATE_ERROR), "validate_state": int(ValidateState.INVALID)}
+NO_REPLY: dict[str, Any] = {"outcome": int(Outcome.NO_REPLY)}
+
+
+def issue(project: TinyProject) -> list[dict[str, Any]]:
+    """Let generator and transitioner work; returns the results that BOINC's feeder would offer (DB_WORK_ITEM)."""
+    found = project.issue()
+    offered = {unit["id"] for unit in project.rows(database.workunit, error_mask=0, transitioner_flags=0)}
+    return [result for result in found if result["workunitid"] in offered]
+
+
+def fail_on(project: TinyProject, numbers: Iterator[int], columns: dict[str, Any] = CLIENT_ERROR) -> int:
+    """Each task goes to the host of the next number, which ends it like this, until nothing is issued any more."""
+    ended = 0
+    while tasks := issue(project):
+        for task in tasks:
+            host = next(numbers)
+            project.answer(task, None, user=host, host=host, **columns)
+            ended += 1
+    return ended
+
+
+def resume(project: TinyProject) -> None:
+    done = CliRunner().invoke(main, ["job", "resume", "tiny", "--project", str(project.tree.project_dir)])
+    assert done.exit_code == 0, done.output
+
+
+@both_databases
+@pytest.mark.parametrize("columns", [CLIENT_ERROR, UNREADABLE])
+def test_a_bad_batch_stops_the_job_and_resuming_goes_on_with_fresh_workunits(
+    project: TinyProject, columns: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL):
+        ended = fail_on(project, itertools.count(1), columns)
+    assert 10 <= ended < 10 + 4, "a round's copies at most beyond the ten"
+    assert project.job.state == JobState.FAILED
+    note = project.job.note
+    assert f"{ended} of {ended} tasks of version 0 failed on {ended} hosts" in note
+    assert "all of them with app version 1.00 for x86_64-pc-linux-gnu" in note
+    assert ("exit status 12 (cannot read shard)" in note) == (columns is CLIENT_ERROR)
+    assert note in caplog.text
+    assert issue(project) == []
+    for unit in project.rows(database.workunit):
+        assert unit["error_mask"] & int(ErrorMask.CANCELLED)
+    assert {row["state"] for row in project.rows(gt_microtask)} == {"cancelled"}
+    project.assimilator().one_pass()
+    resume(project)
+    project.make_version()
+    assert project.job.state == JobState.RUNNING
+    assert {row["attempt"] for row in project.rows(gt_microtask, state="folded")} == {1}
+
+
+@both_databases
+def test_one_host_that_fails_everything_does_not_stop_the_job(project: TinyProject) -> None:
+    # max_error_results ends each workunit; the same slot is issued three times.
+    ended = fail_on(project, itertools.repeat(7))
+    assert ended > 10
+    assert project.job.state == JobState.RUNNING or "failed 3 times" in project.job.note
+
+
+@both_databases
+@pytest.mark.parametrize(
+    "columns",
+    [
+        NO_REPLY,
+        CLIENT_ERROR | {"exit_status": 200},
+        CLIENT_ERROR | {"exit_status": EXIT_ABORTED_BY_PROJECT},
+        CLIENT_ERROR | {"exit_status": EXIT_ABORTED_VIA_GUI},
+        {"outcome": int(Outcome.CLIENT_DETACHED)},
+    ],
+)
+def test_tasks_that_timed_out_or_were_aborted_do_not_stop_the_job(
+    project: TinyProject, columns: dict[str, Any]
+) -> None:
+    numbers = itertools.count(1)
+    for _ in range(3):
+        for task in project.issue():
+            host = next(numbers)
+            project.answer(task, None, user=host, host=host, **columns)
+    assert next(numbers) > 10
+    project.generator().one_pass()
+    assert project.job.state == JobState.RUNNING
+
+
+@both_databases
+def test_copies_that_may_earn_credit_go_on_and_their_errors_are_not_held_against_a_resumed_job(
+    project: TinyProject,
+) -> None:
+    first, second = sorted({int(task["workunitid"]) for task in project.issue()})
+    busy, good = (project.rows(database.result, workunitid=unit)[0] for unit in (first, second))
+    project.change(
+        database.result, busy["id"], server_state=int(ServerState.IN_PROGRESS), hostid=99, userid=99, sent_time=1,
+        report_deadline=2**31 - 1,
+    )  # fmt: skip
+    project.answer(good, user=98, host=98)
+    assert fail_on(project, itertools.count(1)) < 10 + 4
+    assert project.job.state == JobState.FAILED
+    open_units = [unit["id"] for unit in project.rows(database.workunit, error_mask=0)]
+    assert open_units == [first, second], "one has a copy in progress, the other a success"
+    assert issue(project) == []
+    resume(project)
+    project.generator().one_pass()
+    assert project.job.state == JobState.RUNNING
+    project.make_version()
+    assert not project.rows(database.workunit, id=second)[0]["error_mask"]
+
+
+@both_databases
+def test_the_app_version_that_alone_fails_is_named(project: TinyProject) -> None:
+    with project.db.transaction() as connection:
+        row = database.new_row(
+            database.app_version, id=CARD, appid=project.appid, platformid=4, version_num=203, plan_class="opencl_x"
+        )
+        connection.execute(database.app_version.insert(), row)
+    numbers = itertools.count(1)
+    while tasks := issue(project):
+        for task in tasks:
+            host = next(numbers)
+            card = host % 4 > 0
+            columns = CLIENT_ERROR | {"app_version_id": CARD} if card else {"app_version_id": CPU}
+            project.answer(task, None if card else "honest", user=host, host=host, **columns)
+    assert project.job.state == JobState.FAILED
+    name = next(row["name"] for row in project.rows(database.platform, id=4))
+    assert f"all of them with app version 2.03 for {name} (opencl_x)" in project.job.note
+
+
+@both_databases
+@pytest.mark.parametrize("state", [JobState.PAUSED, JobState.FINISHED])
+def test_a_job_that_stopped_otherwise_meanwhile_keeps_its_state(project: TinyProject, state: JobState) -> None:
+    read = project.job
+    with project.db.transaction() as connection:
+        connection.exec_driver_sql(f"UPDATE gt_job SET state = '{state}', note = 'as it was'")
+    project.generator()._fail(read, "too late")
+    assert (project.job.state, project.job.note) == (state, "as it was")
+
+
+def test_a_dry_run_only_says_that_the_job_would_stop(project: TinyProject, caplog: pytest.LogCaptureFixture) -> None:
+    _ten_errors(project, project.issue())
+    with caplog.at_level(logging.CRITICAL):
+        project.generator(dry_run=True).one_pass()
+    assert "10 of 10 tasks of version 0 failed" in caplog.text
+    assert project.job.state == JobState.RUNNING
+
+
+def _ten_errors(project: TinyProject, tasks: Sequence[dict[str, Any]]) -> None:
+    """Further results of the first task's workunit until ten have failed."""
+    with project.db.transaction() as connection:
+        for number in range(10):
+            row = {name: value for name, value in tasks[0].items() if name not in ("id", "mod_time")}
+            row |= {"name": f"{tasks[0]['name']}{number}", "server_state": int(ServerState.OVER), "hostid": number + 1}
+            row |= {"app_version_id": CPU} | CLIENT_ERROR
+            connection.execute(database.result.insert(), row)
