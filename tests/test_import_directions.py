@@ -22,7 +22,7 @@ STATIONS = ("work_generator", "apps", "validator", "assimilator")
 PACKAGES = ("boinc_project", *STATIONS)
 HEAVY = ("torch", "sqlalchemy", "pyopencl")  # not on volunteers' computers, or only in one backend
 MODULES_ABOUT_THEM = {
-    "apps/gradient/backends/torch_backend.py": ("torch",),
+    **{f"apps/gradient/backends/{name}.py": ("torch",) for name in ("torch_backend", "torch_device", "torch_checks")},
     **{
         f"apps/gradient/opencl/{name}.py": ("pyopencl",)
         for name in ("device", "programs", "runtime", "opencl_backend", "peak", "tune")

@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from apps.gradient import boinc_api
 from apps.gradient.boinc_api import Boinc
@@ -118,6 +118,7 @@ def compute(boinc: Boinc, backend: str = "numpy") -> int:
 
 def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
     from apps.gradient import runner
+    from apps.gradient.backends.backend import ContextLost
     from apps.gradient.checkpoint import CheckpointStore
     from apps.gradient.recovery import Recovery
     from boinc_project.contract.microtask import UPDATE_FILE
@@ -152,7 +153,10 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
         log=boinc.log,
         timings=timings,
     )
-    tensors, metadata = recovery.complete(work)
+    try:
+        tensors, metadata = recovery.complete(work)
+    except ContextLost as error:
+        _start_again(boinc, store, binding, error)
     data = write_update(tensors, loaded.types, metadata, loaded.microtask.codec)
     with boinc.critical_section():
         with open(output, "wb") as file:
@@ -162,6 +166,18 @@ def _compute(boinc: Boinc, backend_name: str, threads: int) -> int:
         store.outputs_written({UPDATE_FILE: output})
     boinc.fraction_done(1.0)
     return 0
+
+
+def _start_again(boinc: Boinc, store: CheckpointStore, binding: dict[str, str], error: Exception) -> NoReturn:
+    """The device was lost, and this process with it: another goes on from the checkpoint, unless that is hopeless."""
+    from apps.gradient import losses
+
+    checkpoint = store.load()
+    counted = losses.count_one(binding, checkpoint.step if checkpoint is not None else 0)
+    if counted.hopeless:
+        text = f"the device was lost {counted.count} times after step {counted.step}, at last: {error}"
+        boinc.finish(EXIT_UNFIT_HOST, f"this computer cannot do this task: {text}")
+    boinc.temporary_exit(counted.delay_s, str(error))
 
 
 def _open(boinc: Boinc, loaded: Loaded, name: str, threads: int) -> Backend:

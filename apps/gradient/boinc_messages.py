@@ -46,7 +46,8 @@ class InitData:
     """The fields of init_data.xml that a task may need; missing or unreadable ones keep the default.
 
     The account's authenticator stands in the file too. It is not a field here, so nothing can log or upload
-    it. Times are seconds, sizes bytes, `rsc_fpops_*` floating-point operations.
+    it. Times are seconds, sizes bytes, `rsc_fpops_*` floating-point operations. `nvidia_addresses` are the places on
+    the PCI bus (domain, bus, device) of the NVIDIA cards that the client uses, in its order; newer clients name them.
     """
 
     app_name: str = ""
@@ -73,6 +74,7 @@ class InitData:
     rsc_disk_bound: float = 0.0
     computation_deadline: float = 0.0
     comm_obj_name: str = ""
+    nvidia_addresses: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def threads(self) -> int:
@@ -83,10 +85,14 @@ class InitData:
 def parse_init_data(text: str) -> InitData:
     """Read init_data.xml as leniently as BOINC's own line parser: `A & B`, unknown tags and lost ends do
     not matter."""
-    for block in _FOREIGN_BLOCKS:
-        text = re.sub(f"<{block}>.*</{block}>", "", text, flags=re.DOTALL)
     values: dict[str, object] = {}
+    for block in _FOREIGN_BLOCKS:
+        if block == "host_info":  # the preferences have been cut out before it
+            values["nvidia_addresses"] = _addresses(text)
+        text = re.sub(f"<{block}>.*</{block}>", "", text, flags=re.DOTALL)
     for name, kind in InitData.__annotations__.items():
+        if kind not in ("str", "int", "float"):
+            continue
         match = re.search(f"<{name}>([^<]*)</{name}>", text)
         if match is None:
             continue
@@ -103,6 +109,21 @@ def read_init_data(folder: str = ".") -> InitData | None:
             return parse_init_data(os.fsdecode(file.read(MAX_INIT_DATA_BYTES)))
     except FileNotFoundError:
         return None
+
+
+def _addresses(text: str) -> tuple[tuple[int, int, int], ...]:
+    """PCI addresses of the NVIDIA cards in host_info (lib/coproc.cpp, PCI_INFO::write), () if one is unreadable."""
+    found = []
+    host = re.search("<host_info>.*</host_info>", text, flags=re.DOTALL)
+    cards = re.search("<coproc_cuda>.*?</coproc_cuda>", host[0], flags=re.DOTALL) if host else None
+    for block in re.findall("<pci_info>(.*?)</pci_info>", cards[0], flags=re.DOTALL) if cards else ():
+        numbers = [
+            re.search(rf"<{each}_id>\s*(\d{{1,9}})\s*</{each}_id>", block) for each in ("domain", "bus", "device")
+        ]
+        if not all(numbers):
+            return ()
+        found.append(tuple(int(each[1]) for each in numbers if each))
+    return tuple(found)  # type: ignore[arg-type]
 
 
 def _value(text: str, kind: object) -> object | None:

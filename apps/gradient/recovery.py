@@ -1,6 +1,7 @@
 """Goes on when the device is lost or memory runs out: on a fresh run, from the last checkpoint.
 
-    device lost      the backend and its programs are opened afresh, MOST_LOSSES times; then DeviceLost
+    device lost      the backend and its programs are opened afresh, MOST_LOSSES times; then DeviceLost. ContextLost at
+                     once: only another process can open it again
     memory runs out  batches are computed in smaller parts, as long as the microtask has graphs for them
 
 What it is not: it repairs no run. A fault may come in the middle of a step that overwrites the state, so the run
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from apps.gradient.backends.backend import Backend, DeviceLost
+from apps.gradient.backends.backend import Backend, ContextLost, DeviceLost
 from apps.gradient.runner import Loaded, Run, Timings
 from boinc_project.contract.errors import TooLittleMemory, UnfitHost
 
@@ -45,7 +46,8 @@ class Recovery:
     def complete(self, work: Callable[[Run], Result]) -> Result:
         """work(run) for a run that goes on from the last checkpoint; again for another one after each fault.
 
-        Raises DeviceLost after too many losses, TooLittleMemory or MemoryError if the smallest parts do not fit.
+        Raises ContextLost, DeviceLost after too many losses, and TooLittleMemory or MemoryError if the smallest parts
+        do not fit.
         """
         backend: Backend | None = None
         whole, first = self.loaded.microtask.batch_size, self._forms[0].batch_size
@@ -55,6 +57,8 @@ class Recovery:
             try:
                 backend = backend or self._open()
                 return self._attempt(backend, work)
+            except ContextLost:
+                raise
             except DeviceLost as error:
                 self._count(error)
                 backend = None

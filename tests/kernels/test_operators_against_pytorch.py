@@ -15,17 +15,21 @@ from pytorch_reference import REFERENCE
 
 from apps.gradient.backends import Backend, open_backend
 from apps.gradient.backends.numpy_elementwise import erf_block
-from apps.gradient.executor import Executor, apply, missing_operators
+from apps.gradient.backends.torch_backend import TorchBackend
+from apps.gradient.executor import apply, missing_operators
 from boinc_project.contract.graph import Graph, GraphBuilder
 from boinc_project.contract.opset import OPSET
 
 ALL_CASES = [case for cases in CASES.values() for case in cases]
 
 
-@pytest.fixture(scope="module", params=["numpy", "torch"])
+@pytest.fixture(scope="module", params=["numpy", "torch", "torch with deferred checks"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     threads = torch.get_num_threads()
-    yield open_backend(request.param, threads=1, device="cpu")
+    if request.param == "torch with deferred checks":  # as on a card
+        yield TorchBackend(torch.device("cpu"), 1, deferred_checks=True)
+    else:
+        yield open_backend(request.param, threads=1, device="cpu")
     torch.set_num_threads(threads)
 
 
@@ -51,10 +55,10 @@ def strided(array: Any, backend: Backend) -> Any:
 
 def run(case: OpCase, backend: Backend, lay_out: Callable[[Any, Backend], Any]) -> list[np.ndarray[Any, Any]]:
     arrays = case.arrays()
-    executor = Executor(graph_of(case, arrays), backend, verify=True)
+    program = backend.program(graph_of(case, arrays), verify=True)
     before = [None if a is None else a.copy() for a in arrays]
     inputs = {f"in{i}": lay_out(a, backend) for i, a in enumerate(arrays) if a is not None}
-    outputs = [backend.to_numpy(each).copy() for each in executor.run(inputs).values()]
+    outputs = [backend.to_numpy(each).copy() for each in program.run(inputs).values()]
     for name, was in ((f"in{i}", a) for i, a in enumerate(before) if a is not None):
         np.testing.assert_array_equal(backend.to_numpy(inputs[name]), was, f"{case.op} wrote to {name}")
     return outputs

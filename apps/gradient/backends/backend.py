@@ -55,6 +55,13 @@ class DeviceLost(Exception):
     """The device stopped working in the middle (its driver was reset, or it went away); a fresh start may work."""
 
 
+class ContextLost(DeviceLost):
+    """The device stopped working and took this process's hold of it along: only another process can use it again.
+
+    So it is with CUDA and HIP: after such an error every further call fails, until the process ends.
+    """
+
+
 class DeviceNotFound(Exception):
     """The device that the task is meant for is not there now; it may be after a restart of its driver."""
 

@@ -2,18 +2,15 @@
 
 Each operator is the ATen operator of the same name where there is one; the kernels of the hot ones are PyTorch's
 functions themselves, with no Python between the executor and them. Precision is plain float32 (TF32 off) and
-algorithms are deterministic where PyTorch has such ones, because replicas are compared.
-
-Indices are range-checked here although ATen checks many of them on CPUs: on a GPU a bad index kills the process's
-device context, and a few CPU operators (embedding_dense_backward) read and write wherever they are told.
+algorithms are deterministic where PyTorch has such ones, because replicas are compared (torch_device.py). Indices and
+divisors are checked here although ATen checks many of them on CPUs (torch_checks.py): on a GPU that is done when a run
+has ended, so that nothing in a run waits for the device.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -24,10 +21,11 @@ import torch
 from torch import Tensor
 
 from apps.gradient import philox
-from apps.gradient.backends.backend import Call, DeviceNotFound, Kernel, Prepare, Program, out_of_range
+from apps.gradient.backends import torch_device
+from apps.gradient.backends.backend import Call, Kernel, Prepare, Program
+from apps.gradient.backends.torch_checks import Checks, program
 from apps.gradient.boinc_messages import InitData
-from apps.gradient.executor import ExecutionError, Executor
-from boinc_project.contract.errors import TooLittleMemory, UnfitHost
+from apps.gradient.executor import ExecutionError
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType, number
 
@@ -43,12 +41,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def check_range(index: Tensor, size: int, wraps: bool = False) -> None:
-    """Raise OutOfRange unless all are in 0..size-1 (or, with `wraps`, -size..size-1)."""
-    if index.numel():
-        low, high = torch.stack(torch.aminmax(index)).tolist()  # one wait for the device, not two
-        if low < (-size if wraps else 0) or high >= size:
-            raise out_of_range(low if low < 0 else 0, high, size)
+CheckedPrepare = Callable[[Call, Checks], Kernel]
 
 
 def plain(function: Kernel) -> Prepare:
@@ -111,78 +104,72 @@ def _cast(call: Call) -> Kernel:
     return lambda x: x.to(dtype)
 
 
-def _gather(call: Call) -> Kernel:
+def _gather(call: Call, checks: Checks) -> Kernel:
     dim, size = call.attrs["dim"], call.input(0).shape[call.attrs["dim"]]
 
     def kernel(x: Tensor, index: Tensor) -> Tensor:
-        check_range(index, size)
-        return torch.gather(x, dim, index)
+        return torch.gather(x, dim, checks.index(call, index, size))
 
     return kernel
 
 
-def _scatter(function: Callable[..., Tensor]) -> Prepare:
-    def prepare(call: Call) -> Kernel:
+def _scatter(function: Callable[..., Tensor]) -> CheckedPrepare:
+    def prepare(call: Call, checks: Checks) -> Kernel:
         dim, size = call.attrs["dim"], call.input(0).shape[call.attrs["dim"]]
 
         def kernel(x: Tensor, index: Tensor, src: Tensor) -> Tensor:
-            check_range(index, size)
-            return function(x, dim, index, src)
+            return function(x, dim, checks.index(call, index, size), src)
 
         return kernel
 
     return prepare
 
 
-def _index(call: Call) -> Kernel:
+def _index(call: Call, checks: Checks) -> Kernel:
     dim, sizes = call.attrs["dim"], call.input(0).shape[call.attrs["dim"] :]
 
     def kernel(x: Tensor, *indices: Tensor) -> Any:
-        for index, size in zip(indices, sizes):
-            check_range(index, size, wraps=True)
-        return aten.index.Tensor(x, [None] * dim + list(indices))
+        good = [checks.index(call, index, size, wraps=True) for index, size in zip(indices, sizes)]
+        return aten.index.Tensor(x, [None] * dim + good)
 
     return kernel
 
 
-def _index_put(call: Call) -> Kernel:
+def _index_put(call: Call, checks: Checks) -> Kernel:
     dim, accumulate = call.attrs["dim"], call.attrs["accumulate"]
     sizes = call.input(0).shape[dim:]
 
     def kernel(x: Tensor, values: Tensor, *indices: Tensor) -> Any:
-        for index, size in zip(indices, sizes):
-            check_range(index, size, wraps=True)
-        return aten.index_put.default(x, [None] * dim + list(indices), values, accumulate)
+        good = [checks.index(call, index, size, wraps=True) for index, size in zip(indices, sizes)]
+        return aten.index_put.default(x, [None] * dim + good, values, accumulate)
 
     return kernel
 
 
-def _index_select(call: Call) -> Kernel:
+def _index_select(call: Call, checks: Checks) -> Kernel:
     dim, size = call.attrs["dim"], call.input(0).shape[call.attrs["dim"]]
 
     def kernel(x: Tensor, index: Tensor) -> Tensor:
-        check_range(index, size)
-        return torch.index_select(x, dim, index)
+        return torch.index_select(x, dim, checks.index(call, index, size))
 
     return kernel
 
 
-def _embedding(call: Call) -> Kernel:
+def _embedding(call: Call, checks: Checks) -> Kernel:
     size = call.input(0).shape[0]
 
     def kernel(weight: Tensor, indices: Tensor) -> Tensor:
-        check_range(indices, size)
-        return torch.embedding(weight, indices)
+        return torch.embedding(weight, checks.index(call, indices, size))
 
     return kernel
 
 
-def _embedding_dense_backward(call: Call) -> Kernel:
+def _embedding_dense_backward(call: Call, checks: Checks) -> Kernel:
     num_weights, padding_idx = call.attrs["num_weights"], call.attrs["padding_idx"]
 
     def kernel(grad: Tensor, indices: Tensor) -> Any:
-        check_range(indices, num_weights)
-        return aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, False)
+        good = checks.index(call, indices, num_weights)
+        return aten.embedding_dense_backward.default(grad, good, num_weights, padding_idx, False)
 
     return kernel
 
@@ -213,33 +200,31 @@ def _clamp(call: Call) -> Kernel:
     return lambda x: torch.clamp(x, low, high)
 
 
-def _pow(call: Call) -> Kernel:
+def _pow(call: Call, checks: Checks) -> Kernel:
     exponent = call.immediates[1]
     if call.outputs[0].dtype != "float32":
-        return _integer_pow
+        return lambda a, b: torch.pow(a, checks.power(call, b))
     if exponent is None:
         return torch.pow
     return lambda x, _: torch.pow(x, exponent)
 
 
-def _integer_pow(a: Tensor, b: Tensor) -> Tensor:
-    if bool((b < 0).any()):
-        raise ValueError("integers to negative integer powers are not allowed")
-    return torch.pow(a, b)
-
-
-def _division(function: Callable[[Tensor, Tensor], Tensor], for_minus_one: Callable[[Tensor], Tensor]) -> Prepare:
+def _division(
+    function: Callable[[Tensor, Tensor], Tensor], for_minus_one: Callable[[Tensor], Tensor]
+) -> CheckedPrepare:
     """Integers refuse a zero divisor; a / -1 is taken apart because the lowest integer would trap the CPU."""
 
-    def checked(a: Tensor, b: Tensor) -> Tensor:
-        if bool((b == 0).any()):
-            raise ZeroDivisionError("integer division by zero")
-        if not b.dtype.is_signed:
-            return function(a, b)
-        minus_one = b == -1
-        return torch.where(minus_one, for_minus_one(a), function(a, torch.where(minus_one, 1, b)))
+    def prepare(call: Call, checks: Checks) -> Kernel:
+        def of_integers(a: Tensor, b: Tensor) -> Tensor:
+            b = checks.divisor(call, b)
+            if not b.dtype.is_signed:
+                return function(a, b)
+            minus_one = b == -1
+            return torch.where(minus_one, for_minus_one(a), function(a, torch.where(minus_one, 1, b)))
 
-    return lambda call: function if call.outputs[0].dtype == "float32" else checked
+        return function if call.outputs[0].dtype == "float32" else of_integers
+
+    return prepare
 
 
 def _threshold_backward(call: Call) -> Kernel:
@@ -318,14 +303,13 @@ _MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _AVG_POOL = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 
 
-def _max_pool2d_backward(call: Call) -> Kernel:
+def _max_pool2d_backward(call: Call, checks: Checks) -> Kernel:
     values = [call.attrs[name] for name in _MAX_POOL]
     plane = math.prod(call.input(1).shape[2:])
     operator = aten.max_pool2d_with_indices_backward.default
 
     def kernel(grad: Tensor, x: Tensor, indices: Tensor) -> Any:
-        check_range(indices, plane)
-        return operator(grad, x, *values, indices)
+        return operator(grad, x, *values, checks.index(call, indices, plane))
 
     return kernel
 
@@ -405,15 +389,7 @@ def _softmax_backward(function: Callable[..., Tensor]) -> Prepare:
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # at::Reduction
 
 
-def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Usually nothing is ignored and one pass over the targets is enough."""
-    try:
-        check_range(target, classes)
-    except IndexError:
-        check_range(torch.where(target == ignore_index, 0, target), classes)
-
-
-def _nll_loss_forward(call: Call) -> Kernel:
+def _nll_loss_forward(call: Call, checks: Checks) -> Kernel:
     """ATen has [C], [N,C] and [N,C,H,W]; other shapes are laid out as [N,C,1,L]."""
     classes = call.input(0).shape[0 if len(call.input(0).shape) == 1 else 1]
     reduction, ignore_index = _REDUCTIONS[call.attrs["reduction"]], call.attrs["ignore_index"]
@@ -422,7 +398,7 @@ def _nll_loss_forward(call: Call) -> Kernel:
     out = call.outputs[0].shape
 
     def kernel(x: Tensor, target: Tensor, weight: Tensor | None) -> Any:
-        _check_targets(target, classes, ignore_index)
+        target = checks.targets(call, target, classes, ignore_index)
         if spatial:
             x, target = x.flatten(2).unsqueeze(2), target.flatten(1).unsqueeze(1)
         loss, total_weight = operator(x, target, weight, reduction, ignore_index)
@@ -433,7 +409,7 @@ def _nll_loss_forward(call: Call) -> Kernel:
     return kernel
 
 
-def _nll_loss_backward(call: Call) -> Kernel:
+def _nll_loss_backward(call: Call, checks: Checks) -> Kernel:
     shape = call.input(1).shape
     classes = shape[0 if len(shape) == 1 else 1]
     reduction, ignore_index = _REDUCTIONS[call.attrs["reduction"]], call.attrs["ignore_index"]
@@ -441,7 +417,7 @@ def _nll_loss_backward(call: Call) -> Kernel:
     operator = aten.nll_loss2d_backward.default if spatial else aten.nll_loss_backward.default
 
     def kernel(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, total_weight: Tensor) -> Any:
-        _check_targets(target, classes, ignore_index)
+        target = checks.targets(call, target, classes, ignore_index)
         if spatial:
             x, target = x.flatten(2).unsqueeze(2), target.flatten(1).unsqueeze(1)
             grad = grad.reshape(target.shape) if reduction == 0 else grad
@@ -483,8 +459,11 @@ def _random_bernoulli(call: Call) -> Kernel:
     return lambda seed, step: (uniform(seed, step) < p).to(torch.float32)
 
 
-def _device_independent(device: torch.device) -> dict[str, Prepare]:
-    """The table; the two operators without inputs need to be told the device."""
+def _table(device: torch.device, checks: Checks) -> dict[str, Prepare]:
+    """The operators; the two without inputs need to be told the device."""
+
+    def checked(prepare: CheckedPrepare) -> Prepare:
+        return lambda call: prepare(call, checks)
 
     def full(call: Call) -> Kernel:
         out, value = call.outputs[0], number(call.attrs["value"])
@@ -507,14 +486,14 @@ def _device_independent(device: torch.device) -> dict[str, Prepare]:
         "flip": with_attributes(torch.flip, "dims"),
         "slice_scatter": _slice_scatter,
         "cast": _cast,
-        "gather": _gather,
-        "scatter": _scatter(torch.scatter),
-        "scatter_add": _scatter(torch.scatter_add),
-        "index": _index,
-        "index_put": _index_put,
-        "index_select": _index_select,
-        "embedding": _embedding,
-        "embedding_dense_backward": _embedding_dense_backward,
+        "gather": checked(_gather),
+        "scatter": checked(_scatter(torch.scatter)),
+        "scatter_add": checked(_scatter(torch.scatter_add)),
+        "index": checked(_index),
+        "index_put": checked(_index_put),
+        "index_select": checked(_index_select),
+        "embedding": checked(_embedding),
+        "embedding_dense_backward": checked(_embedding_dense_backward),
         "topk": _topk,
         "sort": _sort,
         "full": full,
@@ -549,12 +528,12 @@ def _device_independent(device: torch.device) -> dict[str, Prepare]:
         "sub": plain(torch.sub),
         "mul": plain(torch.mul),
         "div": plain(torch.div),
-        "pow": _pow,
+        "pow": checked(_pow),
         "maximum": plain(torch.maximum),
         "minimum": plain(torch.minimum),
-        "remainder": _division(torch.remainder, torch.zeros_like),
-        "fmod": _division(torch.fmod, torch.zeros_like),
-        "floor_divide": _division(torch.floor_divide, torch.neg),
+        "remainder": checked(_division(torch.remainder, torch.zeros_like)),
+        "fmod": checked(_division(torch.fmod, torch.zeros_like)),
+        "floor_divide": checked(_division(torch.floor_divide, torch.neg)),
         "eq": plain(torch.eq),
         "ne": plain(torch.ne),
         "lt": plain(torch.lt),
@@ -588,7 +567,7 @@ def _device_independent(device: torch.device) -> dict[str, Prepare]:
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
         "max_pool2d_with_indices": with_attributes(aten.max_pool2d_with_indices.default, *_MAX_POOL),
-        "max_pool2d_with_indices_backward": _max_pool2d_backward,
+        "max_pool2d_with_indices_backward": checked(_max_pool2d_backward),
         "avg_pool2d": with_attributes(aten.avg_pool2d.default, *_AVG_POOL),
         "avg_pool2d_backward": with_attributes(aten.avg_pool2d_backward.default, *_AVG_POOL),
         "native_layer_norm": _native_layer_norm,
@@ -601,67 +580,54 @@ def _device_independent(device: torch.device) -> dict[str, Prepare]:
         "log_softmax": with_attributes(torch.log_softmax, "dim"),
         "softmax_backward": _softmax_backward(torch._softmax_backward_data),
         "log_softmax_backward": _softmax_backward(torch._log_softmax_backward_data),
-        "nll_loss_forward": _nll_loss_forward,
-        "nll_loss_backward": _nll_loss_backward,
+        "nll_loss_forward": checked(_nll_loss_forward),
+        "nll_loss_backward": checked(_nll_loss_backward),
         "random_bernoulli": _random_bernoulli,
         "random_uniform": _random_uniform,
     }
 
 
 class TorchBackend:
-    """Runs on one device of PyTorch; `threads` limits the CPU side."""
+    """Runs on one device of PyTorch; `threads` limits the CPU side.
+
+    deferred_checks  look at indices and divisors when a run has ended (on a card, and in tests), not node by node
+    """
 
     name = "torch"
 
-    def __init__(self, device: torch.device, threads: int) -> None:
+    def __init__(self, device: torch.device, threads: int, deferred_checks: bool | None = None) -> None:
         self.device, self.threads = device, threads
         torch.set_num_threads(threads)
-        if device.type == "cuda":
-            _plain_arithmetic()
-        table = _device_independent(device)
+        self.checks = Checks(device.type == "cuda" if deferred_checks is None else deferred_checks)
+        table = _table(device, self.checks)
         self.ops: Mapping[str, Prepare] = {name: table[name] for name in OPSET}
 
     def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
         """The operators one after another; a value's memory is freed after its last use."""
-        return Executor(graph, self, verify)
+        return program(graph, self, self.checks, verify)
 
     def describe(self) -> Mapping[str, str]:
         """Device, library versions and precision settings."""
-        about = {
-            "backend": "torch",
-            "device": "cpu",
-            "torch": torch.__version__,
-            "threads": str(self.threads),
-            "precision": "float32",
-            "tf32": "off",
-        }
-        if self.device.type == "cuda":
-            about["device"] = torch.cuda.get_device_name(self.device)
-            about["runtime"] = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
-        return about
+        about = {"backend": "torch", "torch": torch.__version__, "threads": str(self.threads)}
+        with translated():
+            return {**about, **torch_device.describe(self.device)}
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """No autograd: the graph holds its own backward. A node for which there is no memory is no node's fault."""
-        with torch.inference_mode():
-            try:
-                yield
-            except ExecutionError as error:
-                if _is_out_of_memory(error.__cause__):
-                    raise TooLittleMemory(str(error)) from error
-                raise
+        """No autograd: the graph holds its own backward. What the device does to a node is no node's fault."""
+        with translated(), torch.inference_mode():
+            yield
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """On the CPU the array's memory is shared where PyTorch can use it as it is."""
         usable = array.flags.writeable and array.flags.c_contiguous
-        try:
+        with translated():
             return torch.from_numpy(array if usable else array.copy(order="C")).to(self.device)
-        except torch.OutOfMemoryError as error:
-            raise TooLittleMemory(f"no room on {self.device} for {array.nbytes} bytes: {error}") from error
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Copied from a GPU; shared on the CPU."""
-        return tensor.cpu().numpy()
+        with translated():
+            return tensor.cpu().numpy()
 
     def type_of(self, tensor: Tensor) -> TensorType:
         """The dtype and shape."""
@@ -670,39 +636,35 @@ class TorchBackend:
     def synchronize(self) -> None:
         """Wait for the GPU."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with translated():
+                torch.cuda.synchronize(self.device)
 
 
-def _is_out_of_memory(cause: BaseException | None) -> bool:
-    """Whether PyTorch found no memory; on the CPU it says so in words only."""
-    return isinstance(cause, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(cause)
+@contextmanager
+def translated() -> Iterator[None]:
+    """PyTorch's errors that tell of circumstances as ours, wherever they come out.
 
-
-def _plain_arithmetic() -> None:
-    """Float32 products in float32 (TF32 differs by 4e-4, a thousand honest replicas' distance), same bits twice."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+    A card computes behind the host's back, so its errors come out of whatever is asked of it next.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = torch_device.circumstance(error.__cause__ if isinstance(error, ExecutionError) else error)
+        if found is None:
+            raise
+        raise found from error
 
 
 def open_backend(threads: int, device: str | InitData | None) -> TorchBackend:
     """The backend on `cpu`, `cuda` or `cuda:<number>` (ROCm devices are called cuda too), or on the device that
-    BOINC's client reserved for a task; None takes the best. Raises UnfitHost, or DeviceNotFound for a task's."""
+    BOINC's client reserved for a task; None takes the best.
+
+    Raises UnfitHost, WrongResults, TooLittleMemory, ContextLost, and DeviceNotFound for a task's device.
+    """
+    torch_device.prepare_environment(os.environ)
     if isinstance(device, InitData):
-        # The client counts the cards of a vendor, as CUDA does when it is told to go by their places on the bus.
-        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        if device.gpu_type and max(0, device.gpu_device_num) >= torch.cuda.device_count():
-            raise DeviceNotFound(f"PyTorch does not show the {device.gpu_type} card {max(0, device.gpu_device_num)}")
-        device = f"cuda:{max(0, device.gpu_device_num)}" if device.gpu_type else "cpu"
-    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,2}))?", wanted)
-    if match is None:
-        raise UnfitHost(f"the torch backend runs on cpu, cuda or cuda:<number>, not on {wanted!r}")
-    if wanted != "cpu" and int(match.group(1) or 0) >= torch.cuda.device_count():
-        raise UnfitHost(f"PyTorch finds no device {wanted} on this computer")
-    return TorchBackend(torch.device(wanted), threads)
+        chosen = torch_device.device_of_task(device)
+    else:
+        chosen = torch_device.device_of_text(device)
+    torch_device.start(chosen)
+    return TorchBackend(chosen, threads)
