@@ -147,8 +147,9 @@ def record(connection: Connection, job: JobRow, outcomes: Sequence[Outcome], now
     if entries:
         connection.execute(sa.insert(gt_ledger), entries)
     update_rows(connection, gt_microtask, ("workunit_name",), microtasks)
-    done = {"assimilate_state": int(AssimilateState.DONE), "transition_time": int(now)}
-    update_rows(connection, workunit, ("id",), dict.fromkeys(ready, done))
+    done = {"assimilate_state": int(AssimilateState.DONE), "transition_time": store.soon()}
+    if ready:
+        connection.execute(sa.update(workunit).where(workunit.c.id.in_([key[0] for key in ready])).values(done))
     return lines
 
 

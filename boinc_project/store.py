@@ -165,7 +165,7 @@ def begin_afresh(connection: Connection, job: JobRow) -> None:
         )
 
 
-def release(connection: Connection, job: JobRow, now: int) -> None:
+def release(connection: Connection, job: JobRow) -> None:
     """Let further copies be made and sent again of the workunits that were held back when the job failed."""
     query = sa.select(gt_microtask.c.workunit_name).where(
         gt_microtask.c.job_id == job.id, gt_microtask.c.state != str(MicrotaskState.FOLDED)
@@ -180,7 +180,7 @@ def release(connection: Connection, job: JobRow, now: int) -> None:
                 workunit.c.error_mask == 0,
                 workunit.c.canonical_resultid == 0,
             )
-            .values(transitioner_flags=int(TransitionerFlags.NORMAL), transition_time=now)
+            .values(transitioner_flags=int(TransitionerFlags.NORMAL), transition_time=soon())
         )
 
 
@@ -288,6 +288,18 @@ def insert_workunit(connection: Connection, row: Row) -> bool:
         return False
     connection.execute(sa.insert(workunit).values(**row))
     return True
+
+
+def soon() -> sa.ColumnElement[int]:
+    """The transition_time with which the transitioner looks at a workunit next: now, and never what is there already.
+
+    BOINC's transitioner sets its own next time, often ten days away, unless the value has changed since it read the
+    workunit (DB_TRANSITIONER_ITEM_SET::update_workunit, db/boinc_db.cpp). It reads values below its clock, so that
+    "now" is news to it, but for the second in which somebody else has set the same one and it reads that before this
+    transaction ends. One second more is a value that it cannot have read (one less it can).
+    """
+    now = int(time.time())
+    return sa.case((workunit.c.transition_time == now, now + 1), else_=now)
 
 
 def transitions_waiting(connection: Connection, appid: int, now: int) -> bool:

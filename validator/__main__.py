@@ -36,7 +36,7 @@ from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
 from validator.agreement import pair_distances
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
-from validator.decision import Decision, Evidence, Sanity, decide, is_viable, needed
+from validator.decision import SOON, Decision, Evidence, Sanity, decide, is_viable, needed
 from validator.sanity import load
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
@@ -257,8 +257,8 @@ class Validator:
             for row in case.results
             if is_viable(row)
         }
-        tolerance, now = case.job.config.workunit.tolerance, int(self.clock())
-        decision = decide(Evidence(case.unit, case.results, sanity, pair_distances(tensors), tolerance, voters, now))
+        tolerance = case.job.config.workunit.tolerance
+        decision = decide(Evidence(case.unit, case.results, sanity, pair_distances(tensors), tolerance, voters))
         return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.graph_sha256[:16]}")
 
     # Writing.
@@ -289,6 +289,7 @@ class Validator:
         kept = [each for each in verdicts if each.case.id not in changed]
         judged: list[Judged] = []
         unsent: list[int] = []
+        woken: list[int] = []
         units: dict[Key, store.Row] = {}
         digests: dict[Key, store.Row] = {}
         for each in kept:
@@ -307,6 +308,9 @@ class Validator:
                 unsent += [int(row["id"]) for row in each.case.results if row["server_state"] in waiting]
             if fields.get("assimilate_state") and unit["assimilate_state"] != 0:
                 del fields["assimilate_state"]
+            if fields.get("transition_time") == SOON:
+                del fields["transition_time"]
+                woken.append(each.case.id)
             units[(each.case.id,)] = fields
         if judged:
             judged.sort(key=lambda one: int(one.row["id"]))
@@ -318,6 +322,8 @@ class Validator:
         update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
         update_rows(connection, gt_microtask, ("workunit_name",), digests)
         update_rows(connection, workunit, ("id",), units)
+        if woken:
+            connection.execute(sa.update(workunit).where(workunit.c.id.in_(woken)).values(transition_time=store.soon()))
         return changed
 
     def _credit(self, verdict: Verdict) -> float:

@@ -21,6 +21,10 @@ Row = Mapping[str, Any]
 HONEST_DISTANCE = 0.05
 
 
+#: As a new transition_time: the transitioner is to look at the workunit (store.soon() says which number that is).
+SOON = -1
+
+
 class Sanity(Enum):
     """What reading one result's files gave."""
 
@@ -87,7 +91,6 @@ class Evidence:
     distances  of each pair of good copies, keyed by (smaller id, larger id)
     tolerance  the largest distance of copies that agree
     voters     who made a result, by its id; copies of one voter are one vote
-    now        Unix seconds
     """
 
     workunit: Row
@@ -96,7 +99,6 @@ class Evidence:
     distances: Mapping[tuple[int, int], float]
     tolerance: float
     voters: Mapping[int, Hashable]
-    now: int
 
     def compared(self, identifier: int, canonical: int) -> ResultChange:
         """The verdict over a readable copy beside the canonical result."""
@@ -134,7 +136,7 @@ def _late_results(evidence: Evidence) -> Decision:
             changes[identifier] = ResultChange(ValidateState.TOO_LATE, reason="the canonical file is gone")
         else:
             changes[identifier] = evidence.compared(identifier, canonical)
-    return Decision(changes, workunit={"need_validate": 0, "transition_time": evidence.now})
+    return Decision(changes, workunit={"need_validate": 0, "transition_time": SOON})
 
 
 def _quorum(evidence: Evidence) -> Decision:
@@ -176,22 +178,20 @@ def _quorum(evidence: Evidence) -> Decision:
             },
             retire_unsent=True,
         )
-    return _no_consensus(workunit, len(copies), changes, [copy.identifier for copy in copies], evidence.now)
+    return _no_consensus(workunit, len(copies), changes, [copy.identifier for copy in copies])
 
 
-def _no_consensus(
-    workunit: Row, good: int, changes: dict[int, ResultChange], undecided: Sequence[int], now: int
-) -> Decision:
+def _no_consensus(workunit: Row, good: int, changes: dict[int, ResultChange], undecided: Sequence[int]) -> Decision:
     """More copies must tell: ask for one more, unless there have been too many successes already."""
     fields: dict[str, Any] = {"need_validate": 0}
     for identifier in undecided:
         changes[identifier] = ResultChange(ValidateState.INCONCLUSIVE)
     if any(change.validate_state == ValidateState.INVALID for change in changes.values()):
-        fields["transition_time"] = now
+        fields["transition_time"] = SOON
     if good > workunit["max_success_results"]:
         fields["error_mask"] = int(workunit["error_mask"]) | int(ErrorMask.TOO_MANY_SUCCESS_RESULTS)
-        fields["transition_time"] = now
+        fields["transition_time"] = SOON
     elif good >= workunit["target_nresults"]:
         fields["target_nresults"] = good + 1
-        fields["transition_time"] = now
+        fields["transition_time"] = SOON
     return Decision(changes, workunit=fields, note=f"no agreement among {good} copies")

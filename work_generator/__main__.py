@@ -234,7 +234,7 @@ class Generator:
             counts = store.result_counts(connection, [int(row["id"]) for row in rows])
         for row in rows:
             if supply.overlooked(row, counts[int(row["id"])], now) and not self.options.dry_run:
-                self._wake(row, now)
+                self._wake(row)
         slow = [row for row in rows if supply.straggling(job.config, row, counts[int(row["id"])], now)]
         for row in slow:
             if self.options.dry_run:
@@ -249,16 +249,16 @@ class Generator:
                     workunit.c.error_mask == 0,
                     workunit.c.transition_time < NEVER,
                 )
-                .values(target_nresults=row["target_nresults"] + 1, transition_time=now)
+                .values(target_nresults=row["target_nresults"] + 1, transition_time=store.soon())
             )
             if self._changes(one_more):
                 log.info("[WU#%d %s] is slow: one more copy is asked for", row["id"], row["name"])
         return bool(slow) and not self.options.dry_run
 
-    def _wake(self, row: store.Row, now: int) -> None:
+    def _wake(self, row: store.Row) -> None:
         """Have the transitioner look at a workunit now, if it is still as it was read."""
         read = [workunit.c[name] == row[name] for name in ("id", "transition_time", "need_validate")]
-        if self._changes(sa.update(workunit).where(*read).values(transition_time=now)):
+        if self._changes(sa.update(workunit).where(*read).values(transition_time=store.soon())):
             log.warning(
                 "[WU#%d %s] was overlooked by the transitioner; it is asked to look again", row["id"], row["name"]
             )

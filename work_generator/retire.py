@@ -8,7 +8,6 @@ between the two is mended by the next pass, and no other process publishes it me
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -162,7 +161,7 @@ def _cancel(connection: Connection, identifier: int, name: str, why: str) -> boo
     )
     mask = int(locked[(identifier,)]["error_mask"]) | int(ErrorMask.CANCELLED)
     connection.execute(
-        sa.update(workunit).where(workunit.c.id == identifier).values(error_mask=mask, transition_time=int(time.time()))
+        sa.update(workunit).where(workunit.c.id == identifier).values(error_mask=mask, transition_time=store.soon())
     )
     _withdraw(connection, name, why)
     return True

@@ -238,7 +238,7 @@ def change_state(project_dir: Path | None, name: str, allowed: set[JobState], ne
     def change(connection: sa.Connection) -> None:
         named = named_job(connection, name)
         if new == JobState.RUNNING:
-            store.release(connection, named, int(time.time()))
+            store.release(connection, named)
         locked = store.lock_job(connection, named.id)
         assert locked is not None, name  # jobs are never deleted
         found = store.job_row(locked)

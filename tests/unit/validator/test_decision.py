@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from boinc_project.states import NEVER, AssimilateState, ErrorMask, Outcome, ServerState, ValidateState
-from validator.decision import HONEST_DISTANCE, Decision, Evidence, ResultChange, Sanity, decide, needed
+from validator.decision import HONEST_DISTANCE, SOON, Decision, Evidence, ResultChange, Sanity, decide, needed
 
-NOW = 1_000_000
 UNIT = {
     "canonical_resultid": 0,
     "min_quorum": 2,
@@ -47,7 +46,7 @@ def run(
     good = sorted(i for i, (kind, _) in read.items() if kind == Sanity.GOOD)
     distances = {(i, j): abs(values.get(i, 0.0) - values.get(j, 0.0)) for i, j in itertools.combinations(good, 2)}
     who = {int(r["id"]): (voters or {}).get(int(r["id"]), f"user {r['id']}") for r in results}
-    return decide(Evidence(workunit, results, read, distances, 1.0, who, NOW))
+    return decide(Evidence(workunit, results, read, distances, 1.0, who))
 
 
 CANONICAL = {"canonical_resultid": 1}
@@ -92,7 +91,7 @@ def test_two_copies_that_differ_are_inconclusive_and_one_more_is_asked_for() -> 
     found = run([row(1), row(2)], {2: 9.0})
     assert found.canonical is None
     assert found.results == {1: INCONCLUSIVE, 2: INCONCLUSIVE}
-    assert found.workunit == {"need_validate": 0, "target_nresults": 3, "transition_time": NOW}
+    assert found.workunit == {"need_validate": 0, "target_nresults": 3, "transition_time": SOON}
 
 
 def test_no_further_copy_is_asked_for_while_one_is_under_way() -> None:
@@ -106,14 +105,14 @@ def test_more_successes_than_allowed_without_agreement_end_the_workunit_as_an_er
     assert found.workunit == {
         "need_validate": 0,
         "error_mask": 1 | ErrorMask.TOO_MANY_SUCCESS_RESULTS,
-        "transition_time": NOW,
+        "transition_time": SOON,
     }
 
 
 def test_exactly_as_many_successes_as_allowed_still_get_one_more_copy() -> None:
     results = [row(i, ValidateState.INCONCLUSIVE) for i in range(1, 5)]
     found = run(results, {i: 5.0 * i for i in range(1, 5)}, target_nresults=4)
-    assert found.workunit == {"need_validate": 0, "target_nresults": 5, "transition_time": NOW}
+    assert found.workunit == {"need_validate": 0, "target_nresults": 5, "transition_time": SOON}
 
 
 def test_an_invalid_file_is_an_error_of_its_result_and_the_other_copy_waits_for_a_partner() -> None:
@@ -123,13 +122,13 @@ def test_an_invalid_file_is_an_error_of_its_result_and_the_other_copy_waits_for_
         2: ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, "bad file (truncated)"),
     }
     assert found.workunit["need_validate"] == 0
-    assert found.workunit["transition_time"] == NOW, "the transitioner makes the replacement"
+    assert found.workunit["transition_time"] == SOON, "the transitioner makes the replacement"
 
 
 def test_the_only_copy_being_invalid_wakes_the_transitioner_for_another() -> None:
     found = run([row(1)], sanity={1: INVALID}, min_quorum=1, target_nresults=1)
     assert found.results[1].outcome == Outcome.VALIDATE_ERROR
-    assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+    assert found.workunit == {"need_validate": 0, "transition_time": SOON}
 
 
 def test_all_copies_invalid_leave_nothing_inconclusive() -> None:
@@ -149,7 +148,7 @@ def test_one_user_s_two_copies_are_no_quorum_and_a_copy_of_somebody_else_is_aske
     results, same = [row(1), row(2)], {1: "mallory", 2: "mallory"}
     found = run(results, voters=same)
     assert found.canonical is None
-    assert found.workunit == {"need_validate": 0, "target_nresults": 3, "transition_time": NOW}
+    assert found.workunit == {"need_validate": 0, "target_nresults": 3, "transition_time": SOON}
     third = run([*results, row(3)], {3: 9.0}, voters=same)
     assert third.canonical is None, "one honest vote against one dishonest vote"
     fourth = run([*results, row(3), row(4)], {3: 9.0, 4: 9.1}, voters=same)
@@ -167,7 +166,7 @@ def test_a_late_copy_is_judged_against_the_canonical_one() -> None:
     results = [row(1, ValidateState.VALID), row(2, ValidateState.VALID), row(3), row(4)]
     found = run(results, {4: 9.0}, **CANONICAL)
     assert {i: c.validate_state for i, c in found.results.items()} == {3: ValidateState.VALID, 4: ValidateState.INVALID}
-    assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+    assert found.workunit == {"need_validate": 0, "transition_time": SOON}
     assert found.canonical is None and not found.retire_unsent
 
 
@@ -180,7 +179,7 @@ def test_a_late_copy_is_too_late_and_not_invalid_when_we_deleted_the_canonical_f
     found = run([row(1, ValidateState.VALID), row(3)], sanity={1: INVALID}, **CANONICAL)
     assert found.results[3].validate_state == ValidateState.TOO_LATE
     assert found.results[3].outcome is None
-    assert found.workunit == {"need_validate": 0, "transition_time": NOW}
+    assert found.workunit == {"need_validate": 0, "transition_time": SOON}
 
 
 def test_a_late_copy_beside_a_canonical_result_whose_row_is_gone_is_too_late_and_the_flag_is_cleared() -> None:
@@ -196,7 +195,7 @@ def test_a_small_disagreement_is_told_from_another_computation(apart: float, dif
     unit = {**UNIT, **(CANONICAL if late else {})}
     read = dict.fromkeys(needed(unit, results), GOOD)
     distances = {(1, 2): 0.0, (1, 3): apart, (2, 3): apart}
-    found = decide(Evidence(unit, results, read, distances, 0.001, {1: "a", 2: "b", 3: "c"}, NOW))
+    found = decide(Evidence(unit, results, read, distances, 0.001, {1: "a", 2: "b", 3: "c"}))
     assert found.results[3].validate_state == ValidateState.INVALID
     assert found.results[3].differs is differs and not found.results[2].differs
 
