@@ -4,7 +4,7 @@
 
 Options come from the application version or the workunit: `--backend NAME` (numpy, torch, opencl),
 `--nthreads N`. No option is a path. Without init_data.xml the program runs standalone in the current
-directory, as tests and the server's own checks do. By hand, `--devices` lists what OpenCL shows.
+directory, as tests and the server's own checks do. By hand, `--devices` lists what OpenCL (or PyTorch) shows.
 
 This module imports neither numpy nor torch at its top: the number of threads must stand in the environment
 before a BLAS library is loaded, and the computing process is forked before that.
@@ -49,18 +49,25 @@ THREAD_VARIABLES = (
 def main(backend: str = "numpy") -> None:
     """Entry of the packaged application; `backend` is the one that it was packaged for."""
     if sys.argv[1:] == ["--devices"]:
-        sys.exit(show_devices())
+        sys.exit(show_devices(backend))
     boinc_api.run(lambda boinc: compute(boinc, backend))
 
 
-def show_devices() -> int:
-    """`--devices`: print what OpenCL shows on this computer; returns the exit status."""
+def show_devices(backend: str = "opencl") -> int:
+    """`--devices`: print what the program's library shows on this computer; returns the exit status."""
+    library = "PyTorch" if backend == "torch" else "OpenCL"
     try:
-        from apps.gradient.opencl import device
+        if backend == "torch":
+            from apps.gradient.backends import torch_device
 
-        print("\n".join(device.listing(device.find_devices())) or "OpenCL shows no device on this computer")
+            lines = torch_device.listing()
+        else:
+            from apps.gradient.opencl import device
+
+            lines = device.listing(device.find_devices())
+        print("\n".join(lines) or f"{library} shows no device on this computer")
     except Exception as error:  # whatever a driver or a missing library comes up with, its owner wants to read it
-        print(f"OpenCL does not work on this computer: {error}")
+        print(f"{library} does not work on this computer: {error}")
         return 1
     return 0
 

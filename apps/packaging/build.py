@@ -12,9 +12,9 @@ A version for a plan class lies in PLATFORM__PLANCLASS. `update_versions` publis
 name does not begin with a dot, named in version.xml or not, under its own name and for ever.
 
 The program unpacks itself inside the slot only (`--runtime-tmpdir .`): BOINC owns that folder and empties
-it. It holds numpy, safetensors and zstandard, never PyTorch. It needs at least the glibc of the machine it
-was built on: build on the oldest distribution that volunteers should be able to use. This file runs on the
-project's side, not on theirs.
+it. It holds numpy, safetensors and zstandard, and PyTorch only where that is the backend. It needs at least
+the glibc of the machine it was built on: build on the oldest distribution that volunteers should be able to
+use. This file runs on the project's side, not on theirs.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Kind:
     """One of the programs that can be built: what is packed, beside what all have.
 
     data           files -> places in the program
+    kept           what it needs of the modules that the others leave out
     probe          options with which it is started once, besides without any
     of_the_system  libraries that are left out
     """
@@ -99,6 +100,7 @@ class Kind:
     data: tuple[tuple[str, str], ...] = ()
     probe: tuple[str, ...] = ()
     of_the_system: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 NUMPY = Kind("numpy", ENTRY, excluded=("pyopencl", "apps.gradient.opencl", "sqlite3"))
@@ -111,7 +113,18 @@ OPENCL = Kind(
     probe=("--devices",),  # imports PyOpenCL
     of_the_system=("libstdc++.so.6", "libgcc_s.so.1", "libz.so.1"),
 )
-KINDS = {kind.backend: kind for kind in (NUMPY, OPENCL)}
+# PyInstaller's own hook collects PyTorch's libraries, whichever build of it is installed, and every module of it; those
+# that compile or distribute are never reached from here.
+TORCH = Kind(
+    "torch",
+    ENTRY.with_name("torch_main.py"),
+    packages=("torch",),
+    hidden=("apps.gradient.backends.torch_backend", "apps.gradient.backends.torch_device"),
+    probe=("--devices",),  # imports PyTorch
+    excluded=("pyopencl", "apps.gradient.opencl", "sqlite3", "torch.utils.tensorboard"),
+    kept=("torch", "asyncio", "ssl", "_ssl"),
+)
+KINDS = {kind.backend: kind for kind in (NUMPY, OPENCL, TORCH)}
 
 # Build logs begin a stage with such a line; the share of the whole is what builds took here.
 _STAGES = (
@@ -122,7 +135,7 @@ _STAGES = (
     ("Building EXE", 0.92, "writing the program"),
 )
 
-CACHED_BUILDS = 4  # of about 40 MB each; older ones are deleted
+CACHED_BUILDS = 4  # of about 40 MB each, with PyTorch some hundreds; older ones are deleted
 
 Progress = Callable[[str, float], None]
 
@@ -165,11 +178,13 @@ def build_app(
     app: str = APP_NAME,
     kind: Kind = NUMPY,
     plan_class: str = "",
+    processor: str = "cpu",
 ) -> BuiltApp:
     """Build the app version into `output_dir`/apps/APP/VERSION/PLATFORM (a BOINC project's root).
 
-    `app` is the project's name for the app, `plan_class` says for which hosts the version is. With `cache_dir` a
-    build of the same sources, packages and Python is taken from there. `progress` is called with a stage's name and
+    `app` is the project's name for the app, `plan_class` says for which hosts the version is, and `processor` what
+    BOINC takes that class to be for (cpu, nvidia, amd, intel_gpu). With `cache_dir` a build of the same sources,
+    packages and Python is taken from there. `progress` is called with a stage's name and
     the share done, 0 to 1. Raises BuildError with one sentence for the admin.
     """
     report = progress or (lambda stage, share: None)
@@ -179,6 +194,8 @@ def build_app(
         raise BuildError(f"this builds for {PLATFORM} only, and must run there; here is {platform.platform()}")
     cache_dir = None if cache_dir is None else cache_dir.resolve()  # PyInstaller runs in another folder
     check_tools(kind)
+    if kind.backend == "torch":
+        check_torch(processor, *installed_torch())
     check_numpy(numpy_baseline())
     report("checking", 0.0)
     digest = sources_digest(kind)
@@ -221,7 +238,7 @@ def check_tools(kind: Kind = NUMPY) -> None:
         try:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            extras = "package,opencl" if package in kind.packages else "package"
+            extras = f"package,{kind.backend}" if package in kind.packages else "package"
             raise BuildError(f"{package} is not installed: pip install 'boinc-train[{extras}]'") from None
     if (
         not sysconfig.get_config_var("Py_ENABLE_SHARED")
@@ -233,6 +250,34 @@ def check_tools(kind: Kind = NUMPY) -> None:
             f"{sys.executable} has no shared libpython: install Debian's libpython3-dev, or build Python with"
             " --enable-shared"
         )
+
+
+def installed_torch() -> tuple[str, str, str]:
+    """PyTorch's version, and those of CUDA and HIP that it is built for ('' if it is not)."""
+    import torch
+
+    return torch.__version__, torch.version.cuda or "", torch.version.hip or ""
+
+
+def check_torch(processor: str, version: str, cuda: str, hip: str) -> None:
+    """Refuse a PyTorch that does not drive the cards which a plan class is for; raises BuildError."""
+    wanted = {"cpu": ("", ""), "nvidia": ("CUDA", cuda), "amd": ("ROCm", hip)}.get(processor)
+    if wanted is None:
+        raise BuildError(f"PyTorch has nothing for plan classes of {processor}: take --backend opencl")
+    library, built_for = wanted
+    if library and not built_for:
+        raise BuildError(
+            f"the PyTorch installed here ({version}) is not built for {library}: install one that is (pytorch.org says"
+            " how), or take --backend opencl"
+        )
+
+
+def unpacked_bytes(program: Path) -> int:
+    """How much room a program needs in a task's slot, bytes."""
+    from PyInstaller.archive.readers import CArchiveReader
+
+    extracted = ("b", "x", "Z")  # typecodes of libraries, data and zip files; modules are read from the program itself
+    return sum(entry[2] for entry in CArchiveReader(str(program)).toc.values() if entry[4] in extracted)
 
 
 def numpy_baseline() -> tuple[str, ...]:
@@ -275,7 +320,7 @@ def specification_command(kind: Kind, work: Path) -> Sequence[str]:
     command += ["--runtime-tmpdir", ".", "--noupx", "--paths", str(REPOSITORY), "--specpath", str(work)]
     for name in (*HIDDEN_IMPORTS, *kind.hidden):
         command += ["--hidden-import", name]
-    for name in (*EXCLUDED, *kind.excluded):
+    for name in (*(each for each in EXCLUDED if each not in kind.kept), *kind.excluded):
         command += ["--exclude-module", name]
     for source, place in kind.data:
         command += ["--add-data", f"{source}{os.pathsep}{place}"]

@@ -27,6 +27,7 @@ from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import ProjectLock
 from boinc_project.standard import plan_classes
 from boinc_project.standard.install import is_standard
+from boinc_project.standard.plan_classes import processor_of
 from boinc_project.standard.record import Record
 
 APP_NAME = "gradient"
@@ -282,16 +283,16 @@ def stop_on_signals() -> Iterator[Flag]:
 )
 @click.option(
     "--backend",
-    type=click.Choice(["numpy", "opencl"]),
+    type=click.Choice(["numpy", "opencl", "torch"]),
     default="numpy",
     show_default=True,
-    help="What the program computes with: numpy on any processor, or OpenCL on GPUs.",
+    help="What the program computes with: numpy on any processor, OpenCL on GPUs, or the PyTorch installed here.",
 )
 @click.option(
     "--plan-class",
     "hosts",
     multiple=True,
-    help="For which hosts; may be repeated (default: all for numpy, our classes of that name for opencl).",
+    help="For which hosts; may be repeated (default: all for numpy, ours of that name for opencl, cuda_gt for torch).",
 )
 @click.option("--no-publish", is_flag=True, help="Only build; publish later with BOINC's update_versions.")
 @app_option
@@ -334,6 +335,8 @@ def classes_of(backend: str) -> tuple[str, ...]:
     """The plan classes that a backend's program is for unless somebody says otherwise."""
     if backend == "numpy":
         return ("",)
+    if backend == "torch":
+        return ("cuda_gt",)
     return tuple(each.name for each in plan_classes.CLASSES if each.name.startswith(f"{backend}_"))
 
 
@@ -357,7 +360,7 @@ def build_and_publish(
     program: Program = Program(),
 ) -> list[Path]:
     """Build the app into the project's apps/ folder and publish it as update_versions does; returns its folders."""
-    from apps.packaging.build import CACHE, KINDS
+    from apps.packaging.build import CACHE, KINDS, unpacked_bytes
     from apps.packaging.build import build_app as build
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -367,10 +370,14 @@ def build_and_publish(
         def report(stage: str, share: float) -> None:
             bars.update(task, completed=share, description=f"building the application: {stage}")
 
+        kind = KINDS[program.backend]
         made = [
-            build(tree.project_dir, version, cache or CACHE, report, app_name, KINDS[program.backend], plan_class)
-            for plan_class in program.plan_classes
+            build(tree.project_dir, version, cache or CACHE, report, app_name, kind, name, processor_of(name))
+            for name in program.plan_classes
         ]
+    if program.backend == "torch":
+        size, room = made[0].size, unpacked_bytes(made[0].program)
+        console.print(f"The program has {size / 1e6:.0f} MB, and needs {room / 1e6:.0f} MB in each task's slot.")
     if publish:
         specification = tree.project_dir / "plan_class_spec.xml"
         if any(program.plan_classes) and not specification.exists():

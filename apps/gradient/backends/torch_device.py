@@ -392,6 +392,23 @@ def device_of_text(text: str | None) -> torch.device:
     return torch.device("cuda", number)
 
 
+def listing() -> list[str]:
+    """The cards of this computer, a line each, with what keeps a task from running there. Raises UnfitHost or
+    DeviceNotFound if there are none."""
+    build = installed()
+    if not build.vendor:
+        raise UnfitHost(f"the PyTorch of this program ({build.version}) is for processors only")
+    lines = []
+    for card in find_cards(build.vendor):
+        try:
+            check_architecture(card, build)
+            fit = ""
+        except UnfitHost as error:
+            fit = f": {error}"
+        lines.append(f"cuda:{card.index}  {card.name} ({card.architecture}){fit}")
+    return lines
+
+
 def start(device: torch.device) -> None:
     """Get a device ready: precision for all, and for a card known answers and its share of memory.
 

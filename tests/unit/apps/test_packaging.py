@@ -80,13 +80,46 @@ def after(command: list[str], option: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", build.KINDS.values(), ids=build.KINDS)
-def test_torch_is_left_out_and_files_stay_in_the_slot(kind: build.Kind) -> None:
+def test_a_program_holds_the_library_of_its_backend_only_and_files_stay_in_the_slot(kind: build.Kind) -> None:
     command = list(build.specification_command(kind, Path("/work")))
     assert after(command, "--runtime-tmpdir") == ["."]
     excluded = after(command, "--exclude-module")
-    assert "torch" in excluded and "numpy" not in excluded
-    assert ("pyopencl" in excluded) is (kind.backend == "numpy")
+    assert ("torch" in excluded) is (kind.backend != "torch") and "numpy" not in excluded
+    assert ("pyopencl" in excluded) is (kind.backend != "opencl")
     assert command[-1] == str(kind.entry)
+
+
+@pytest.mark.parametrize(
+    ("processor", "cuda", "hip", "refusal"),
+    [
+        ("cpu", "", "", None),
+        ("nvidia", "12.4", "", None),
+        ("amd", "", "6.2", None),
+        ("nvidia", "", "", r"\(2\.9\+cpu\) is not built for CUDA.*--backend opencl"),
+        ("nvidia", "", "6.2", "not built for CUDA"),
+        ("amd", "12.4", "", "not built for ROCm"),
+        ("intel_gpu", "12.4", "", "nothing for plan classes of intel_gpu.*--backend opencl"),
+    ],
+)
+def test_a_plan_class_for_cards_needs_a_pytorch_that_drives_them(
+    processor: str, cuda: str, hip: str, refusal: str | None
+) -> None:
+    if refusal is None:
+        build.check_torch(processor, "2.9+cpu", cuda, hip)
+        return
+    with pytest.raises(BuildError, match=refusal) as raised:
+        build.check_torch(processor, "2.9+cpu", cuda, hip)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_pytorch_for_processors_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "installed_torch", lambda: ("2.9+cpu", "", ""))
+    monkeypatch.setattr(build, "run_pyinstaller", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(BuildError, match="not built for CUDA"):
+        build.build_app(tmp_path, kind=build.TORCH, plan_class="cuda_gt", processor="nvidia")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_opencl_program_holds_every_kernel() -> None:
