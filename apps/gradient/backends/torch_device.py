@@ -143,13 +143,14 @@ def choose(number: int | None, addresses: Sequence[Address], cards: Sequence[Car
     places = {card.address: card for card in cards if card.address is not None}
     if not known or len(places) < len(cards):
         return found
-    seen = [places[each].index for each in known if each in places]
-    if found.address in known and seen == sorted(seen):
-        return found
-    if len(known) == 1 and known[0] in places:
-        return places[known[0]]
-    if len(known) == len(cards) == len(seen) and number is not None:  # the client uses all, so it counts in this order
-        return places[known[number]]
+    if all(each in places for each in known):  # if one is missing, the others may have moved up
+        seen = [places[each].index for each in known]
+        if found.address in known and seen == sorted(seen):
+            return found
+        if len(known) == 1:
+            return places[known[0]]
+        if len(known) == len(cards) and number is not None:  # the client uses all, so it counts in this order
+            return places[known[number]]
     raise DeviceNotFound(
         f"the card {number} that the client reserved for this task is not at any place on the bus that the client"
         " names; restart the client"
@@ -169,15 +170,15 @@ def serves(code: str, device: str) -> bool:
     """Whether code for one architecture runs on a device of another.
 
     sm_XY runs on devices of the same major version and the same minor one or later; compute_XY is compiled by the
-    driver for any later device; a letter (sm_90a) binds it to the very architecture (CUDA Programming Guide, compute
+    driver for any later device; an `a` (sm_90a) binds it to the very architecture (CUDA Programming Guide, compute
     capabilities). gfx names have to be equal, or begin as a generic one does (gfx10-3-generic).
     """
     if device.startswith("gfx"):
         if code.endswith("-generic"):
             return device.startswith(code[: -len("-generic")].replace("-", ""))
         return device.partition(":")[0] == code.partition(":")[0]
-    match = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", code)
-    if match is None:
+    match = re.fullmatch(r"(sm|compute)_(\d+)(a?)f?", code)
+    if match is None or not device.startswith("sm_"):
         return False
     has, wanted = int(match[2]), int(device.rpartition("_")[2])
     if match[3]:
