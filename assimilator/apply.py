@@ -192,17 +192,20 @@ class Applier:
                 return members  # committed before a crash: go on from there
             if self._complete(connection, job, version) is None:
                 return None
-        with self._database.transaction() as connection:
-            locked = store.lock_job(connection, job.id)
-            if locked is None or locked["current_version"] != version:
+        return self._database.repeated(lambda connection: self._fix_round(connection, job, version))
+
+    def _fix_round(self, connection: sa.Connection, job: JobRow, version: int) -> list[Member] | None:
+        """The members of the round over `version`, fixed now unless they are already; None if it is not complete."""
+        locked = store.lock_job(connection, job.id)
+        if locked is None or locked["current_version"] != version:
+            return None
+        members = store.round_members(connection, job.id, version + 1)
+        if members is None:
+            rows = self._complete(connection, job, version)
+            if rows is None:
                 return None
-            members = store.round_members(connection, job.id, version + 1)
-            if members is None:
-                rows = self._complete(connection, job, version)
-                if rows is None:
-                    return None
-                members = [Member(str(row["workunit_name"]), 1.0) for row in rows]
-                store.commit_round(connection, job.id, version + 1, members, time.time())
+            members = [Member(str(row["workunit_name"]), 1.0) for row in rows]
+            store.commit_round(connection, job.id, version + 1, members, time.time())
         return members
 
     def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> list[Row] | None:
@@ -216,29 +219,20 @@ class Applier:
         staged = self._tree.stage_file(path, name)
         published = Published(name, digest, staged.md5, staged.nbytes)
         loss = round_loss(chosen)
-        with self._database.transaction() as connection:
-            locked = store.lock_job(connection, job.id)
-            if locked is None or locked["current_version"] != version - 1:
-                return  # another instance finished it: its bytes are the same
-            connection.execute(
-                sa.insert(gt_version).values(
-                    job_id=job.id,
-                    version=version,
-                    create_time=time.time(),
-                    state_sha256=digest,
-                    state_bytes=staged.nbytes,
-                    optimizer_sha256=optimizer_digest,
-                    contributions=len(chosen),
-                    samples=made.samples,
-                    loss=loss,
-                    evaluation="",
-                )
-            )
-            store.record_file(connection, job.id, "state", published, version=version)
-            applied = {"disposition": str(Disposition.APPLIED), "applied_version": version}
-            changes: dict[Key, Row] = {(str(row["workunit_name"]),): applied for row in chosen}
-            update_rows(connection, gt_ledger, ("workunit_name",), changes)
-            connection.execute(sa.update(gt_job).where(gt_job.c.id == job.id).values(current_version=version))
+        row = {
+            "job_id": job.id,
+            "version": version,
+            "create_time": time.time(),
+            "state_sha256": digest,
+            "state_bytes": staged.nbytes,
+            "optimizer_sha256": optimizer_digest,
+            "contributions": len(chosen),
+            "samples": made.samples,
+            "loss": loss,
+            "evaluation": "",
+        }
+        if not self._database.repeated(lambda connection: _finish(connection, job, row, published, chosen)):
+            return  # another instance finished it: its bytes are the same
         log.info(
             "[JOB %s] version %d published: %d contributions, %d samples, loss %s",
             job.name,
@@ -250,12 +244,31 @@ class Applier:
 
     def _hold(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason; the last good version stays current."""
-        with self._database.transaction() as connection:
+
+        def stop(connection: sa.Connection) -> bool:
             locked = store.lock_job(connection, job.id)
             if locked is None or locked["current_version"] != job.current_version:
-                return  # another instance made the version meanwhile and may have removed what this one looked for
-            log.critical("[JOB %s] stopped: %s", job.name, reason)
+                return False  # another instance made the version and may have removed what this one looked for
             store.set_job_state(connection, job.id, JobState.FAILED, reason)
+            return True
+
+        if self._database.repeated(stop):
+            log.critical("[JOB %s] stopped: %s", job.name, reason)
+
+
+def _finish(connection: sa.Connection, job: JobRow, row: Row, published: Published, chosen: Sequence[Row]) -> bool:
+    """Write a version's row and make it the current one; False if it is already."""
+    version = int(row["version"])
+    locked = store.lock_job(connection, job.id)
+    if locked is None or locked["current_version"] != version - 1:
+        return False
+    connection.execute(sa.insert(gt_version).values(row))
+    store.record_file(connection, job.id, "state", published, version=version)
+    applied = {"disposition": str(Disposition.APPLIED), "applied_version": version}
+    changes: dict[Key, Row] = {(str(each["workunit_name"]),): applied for each in chosen}
+    update_rows(connection, gt_ledger, ("workunit_name",), changes)
+    connection.execute(sa.update(gt_job).where(gt_job.c.id == job.id).values(current_version=version))
+    return True
 
 
 def round_loss(rows: Sequence[Row]) -> float | None:

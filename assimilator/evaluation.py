@@ -120,12 +120,12 @@ class Evaluator:
             return
         finally:
             shutil.rmtree(running.run.folder, ignore_errors=True)
-        with self._database.transaction() as connection:
-            connection.execute(
-                sa.update(gt_version)
-                .where(gt_version.c.job_id == job.id, gt_version.c.version == version)
-                .values(evaluation=json.dumps(means, sort_keys=True))
-            )
+        statement = (
+            sa.update(gt_version)
+            .where(gt_version.c.job_id == job.id, gt_version.c.version == version)
+            .values(evaluation=json.dumps(means, sort_keys=True))
+        )
+        self._database.repeated(lambda connection: connection.execute(statement))
         shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(means.items()))
         log.info("[JOB %s] version %d on held-out data: %s", job.name, version, shown)
 

@@ -55,8 +55,7 @@ def publish_job(
         raise JobError(f"the project has no app {app!r}; publish an app version first (boinc-train build-app)")
     with database.read() as connection:
         sent = store.sent_versions(connection, appid)
-        if store.job_named(connection, config.job.name) is not None:
-            raise JobError(f"the project already has a job {config.job.name!r}; choose another name in [job]")
+        _check_name(connection, config.job.name)
     if not sent:
         raise JobError(f"the app {app!r} has no version that volunteers could run; run boinc-train build-app first")
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
@@ -70,13 +69,22 @@ def publish_job(
     progress("publishing version 0")
     state_path, digest, _ = folder.write_version(0, exported.state, {})
     state = publisher.state(0, state_path.read_bytes())
-    with database.transaction() as connection:
+
+    def insert(connection: sa.Connection) -> int:
+        _check_name(connection, config.job.name)  # again: another command may have been faster
         job_id = _insert_job(connection, config, facts, folder, appid)
         _insert_version_zero(connection, job_id, digest, state.size)
         for kind, file in _all_files(facts):
             store.record_file(connection, job_id, kind, file)
         store.record_file(connection, job_id, "state", state, version=0)
-    return job_id
+        return job_id
+
+    return database.repeated(insert)
+
+
+def _check_name(connection: sa.Connection, name: str) -> None:
+    if store.job_named(connection, name) is not None:
+        raise JobError(f"the project already has a job {name!r}; choose another name in [job]")
 
 
 def prepare(

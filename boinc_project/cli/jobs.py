@@ -199,7 +199,7 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
     data = found.folder.state_path(version, str(target["state_sha256"])).read_bytes()
     from work_generator.publish import Publisher
 
-    with database.transaction() as connection:
+    def go_back(connection: sa.Connection) -> None:
         locked = store.lock_job(connection, found.id)
         if locked is None or locked["current_version"] != found.current_version:
             raise Mistake(f"job {name!r} went on meanwhile; pause it first, then roll it back")
@@ -224,6 +224,8 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
             .where(gt_job.c.id == found.id)
             .values(current_version=version, state=str(JobState.PAUSED), note=f"rolled back to version {version}")
         )
+
+    database.repeated(go_back)
     for base_version, path in found.folder.payload_files():
         if base_version >= version:
             path.unlink(missing_ok=True)
