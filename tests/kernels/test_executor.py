@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 
 from apps.gradient.backends import Backend, numpy_convolution, open_backend
 from apps.gradient.backends.numpy_backend import NumpyBackend
+from apps.gradient.backends.torch_backend import TorchBackend
 from apps.gradient.executor import ExecutionError, Executor, apply
 from boinc_project.contract.errors import UnfitHost
 from boinc_project.contract.graph import Graph, GraphBuilder
 
 
-@pytest.fixture(scope="module", params=["numpy", "torch"])
+@pytest.fixture(scope="module", params=["numpy", "torch", "torch with deferred checks"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     threads = torch.get_num_threads()
-    yield open_backend(request.param, threads=1, device="cpu")
+    if request.param == "torch with deferred checks":  # as on a card
+        yield TorchBackend(torch.device("cpu"), 1, deferred_checks=True)
+    else:
+        yield open_backend(request.param, threads=1, device="cpu")
     torch.set_num_threads(threads)
 
 
@@ -158,7 +162,7 @@ def test_an_index_out_of_range_is_an_error_that_names_the_node(
     values = {name: builder.input(name, "batch", a.dtype.name, a.shape) for name, a in arrays.items()}
     made = builder.node(op, [values.get(f"in{i}") for i in range(len(inputs))], attrs, "model.py:7 wte")
     builder.output("y", "metric", made[0])
-    executor = Executor(builder.build(), backend)
+    executor = backend.program(builder.build())
     with pytest.raises(ExecutionError, match=rf"node 0 {op}\(.*int64.*\) at model.py:7 wte failed: index") as failure:
         executor.run({name: backend.from_numpy(array) for name, array in arrays.items()})
     assert (failure.value.index, failure.value.op, failure.value.where) == (0, op, "model.py:7 wte")

@@ -225,15 +225,15 @@ def circumstance(error: BaseException | None) -> Exception | None:
     TooLittleMemory, UnfitHost, ContextLost, or WrongResults where a check inside a kernel of PyTorch failed, because
     everything that it could object to has been checked.
     """
-    if error is None:
+    if not isinstance(error, RuntimeError):
         return None
     text = str(error)
     first = text.strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError) or re.search(_NO_MEMORY, text):
         return TooLittleMemory(first)
-    accelerator = getattr(torch, "AcceleratorError", None)
+    accelerator = getattr(torch, "AcceleratorError", None)  # since PyTorch 2.8
     of_device = accelerator is not None and isinstance(error, accelerator)
-    if not of_device and not (isinstance(error, RuntimeError) and re.search(_OF_THE_DEVICE, text)):
+    if not of_device and not re.search(_OF_THE_DEVICE, text):
         return None
     if re.search(_NO_CODE, text):
         return UnfitHost(f"the PyTorch of this program has no code for this card: {first}")

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from apps.gradient import __main__ as application
+from apps.gradient import losses
 from apps.gradient.backends import numpy_backend
-from apps.gradient.backends.backend import Call, DeviceLost, Kernel
+from apps.gradient.backends.backend import Call, ContextLost, DeviceLost, Kernel
 from apps.gradient.backends.numpy_backend import NumpyBackend
 from apps.gradient.boinc_api import Boinc
 from apps.gradient.boinc_messages import InitData
@@ -243,6 +244,10 @@ class Left(BaseException):
     """The task ended by a temporary exit."""
 
 
+class Finished(BaseException):
+    """The task ended for good, with a status and a text."""
+
+
 class Client(Boinc):
     """A client that wants a checkpoint after every step."""
 
@@ -258,6 +263,9 @@ class Client(Boinc):
 
     def temporary_exit(self, delay_s: int, reason: str) -> Any:
         raise Left(delay_s, reason)
+
+    def finish(self, status: int, text: str = "", *more: Any) -> Any:
+        raise Finished(status, text)
 
 
 @pytest.fixture
@@ -294,3 +302,85 @@ def test_the_application_goes_on_from_its_checkpoint_and_then_asks_for_a_later_s
     assert left.value.args == (application.DEVICE_LOST_DELAY_S, "the device was lost 4 times, at last: reset")
     begun = [int(line.split(" steps from ")[1].split(",")[0]) for line in client.lines if " steps from " in line]
     assert begun == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["gradient", "local-steps"])
+def test_a_device_that_took_the_process_along_is_not_opened_again_in_it(tmp_path: Path, mode: str) -> None:
+    loaded = loaded_from(tmp_path, microtask_files(8, mode=mode))
+    opened: list[Weak] = []
+
+    def once() -> Weak:
+        assert not opened, "CUDA does not start again in the same process"
+        opened.append(Weak(faults=iter([None, ContextLost("the card stopped working")])))
+        return opened[-1]
+
+    task = Task(loaded, once)
+    with pytest.raises(ContextLost, match=r"^the card stopped working$"):
+        task.complete()
+    assert task.begun == [0] and task.lines == []
+
+
+def test_after_a_lost_process_the_next_one_goes_on_from_the_checkpoint(
+    slot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = microtask_files(4)
+    loaded = loaded_from(slot, files)
+    begun, delays = [], []
+    while True:  # each turn is a process
+        weak = Weak(faults=iter([None, ContextLost("launch failed")]))
+        monkeypatch.setattr("apps.gradient.backends.open_backend", lambda *_, weak=weak, **__: weak)
+        client = Client()
+        try:
+            assert application.compute(client) == 0
+        except Left as left:
+            delays.append(left.args[0])
+            assert left.args[1] == "launch failed"
+            continue
+        finally:
+            begun += [int(line.split(" steps from ")[1].split(",")[0]) for line in client.lines if " from " in line]
+        break
+    assert begun == [0, 1, 2, 3] and delays == [losses.FIRST_DELAY_S] * 3
+    assert_same(read_result(slot / UPDATE_FILE, files).tensors, whole(loaded))
+
+
+def test_a_device_that_is_lost_again_and_again_without_progress_is_given_up(
+    slot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client alone would start it a hundred times."""
+    loaded_from(slot, microtask_files(4))
+    delays: list[int] = []
+    with pytest.raises(Finished) as finished:
+        for _ in range(100):
+            faults = iter([ContextLost("launch failed")] * 2)
+            monkeypatch.setattr(
+                "apps.gradient.backends.open_backend", lambda *_, faults=faults, **__: Weak(faults=faults)
+            )
+            try:
+                application.compute(Client())
+            except Left as left:
+                delays.append(left.args[0])
+    assert finished.value.args[0] == application.EXIT_UNFIT_HOST
+    assert "lost 10 times after step 0, at last: launch failed" in finished.value.args[1]
+    assert delays == [60, 120, 240, 480, *[losses.LONGEST_DELAY_S] * 5]
+
+
+def test_a_process_that_is_lost_while_the_device_is_opened_counts_too(
+    slot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: Any, **__: Any) -> Any:
+        raise ContextLost("ECC error")
+
+    loaded_from(slot, microtask_files(2))
+    monkeypatch.setattr("apps.gradient.backends.open_backend", opened)
+    for delay in (60, 120):
+        with pytest.raises(Left) as left:
+            application.compute(Client())
+        assert left.value.args == (delay, "ECC error")
+
+
+@pytest.mark.parametrize("record", ["", "{}", "[1]", '{"binding": {"task": "other"}, "step": 3, "count": 9}', "null"])
+def test_a_record_of_losses_that_is_not_this_tasks_does_not_count(tmp_path: Path, record: str) -> None:
+    (tmp_path / losses.FILE).write_text(record)
+    assert losses.count_one({"task": "mine"}, 3, tmp_path) == losses.Losses(3, 1)
+    assert losses.count_one({"task": "mine"}, 3, tmp_path) == losses.Losses(3, 2)
+    assert losses.count_one({"task": "mine"}, 4, tmp_path) == losses.Losses(4, 1)

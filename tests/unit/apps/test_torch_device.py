@@ -65,8 +65,8 @@ def test_a_task_for_one_makers_card_never_runs_on_anothers(gpu_type: str, build:
         ("No HIP GPUs are available", DeviceNotFound, "no card"),
         (
             "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling"
-            " NumCudaDevices() that might have already set an error? Error 803: system has unsupported display driver / cuda driver"
-            " combination",
+            " NumCudaDevices() that might have already set an error? Error 803: system has unsupported display"
+            " driver / cuda driver combination",
             DeviceNotFound,
             "restart the computer.*803",
         ),
