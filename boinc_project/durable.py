@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from boinc_project.contract.whole_file import sync_folder, temporary_name
 LARGE = 64 << 10  # bytes of a file whose way to the disk begins at once, while others are still being made
 FEW = 4  # so many files are flushed one by one: their waits are shorter than those for a busy file system
 
+#: Modes of what a web server reads: files, and folders as BOINC's boinc_mkdir (lib/filesys.cpp) makes them.
+PUBLIC_FILE, PUBLIC_FOLDER = 0o644, 0o771
 
 _SYNC_FILE_RANGE_WRITE = 2
 
@@ -35,14 +38,30 @@ _syncfs = _find("syncfs")
 _sync_file_range = _find("sync_file_range")
 
 
+def make_public_folder(folder: str | Path) -> None:
+    """Make a folder that a web server can enter, whatever the umask, unless it is there; it inherits its parent's
+    group if that one hands it down (setgid). Several may make the same one."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        make_public_folder(folder)
+        return
+    os.chmod(folder, PUBLIC_FOLDER | os.stat(folder).st_mode & stat.S_ISGID)
+
+
 class FileBatch:
     """Files on their way to their places.
 
     `add` writes one (threads may add at once), `commit` puts all of them in place; leaving the block without
-    `commit` removes what was written. `expected` is about how many files will come.
+    `commit` removes what was written. `expected` is about how many files will come. `public`: the files and the
+    folders made for them are for a web server, too, whatever the umask.
     """
 
-    def __init__(self, expected: int) -> None:
+    def __init__(self, expected: int, *, public: bool = False) -> None:
+        self._public = public
         self._together = expected > FEW and _syncfs is not None
         self._waiting: list[tuple[str, str]] = []  # temporary name, place
         self._folders: dict[int, int] = {}  # device -> a descriptor on it, opened before anything is written
@@ -59,6 +78,8 @@ class FileBatch:
             self._waiting.append((temporary, str(path)))
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(descriptor, "wb", buffering=0) as stream:
+            if self._public:
+                os.fchmod(descriptor, PUBLIC_FILE)
             left = memoryview(data)
             while left:
                 left = left[stream.write(left) :]
@@ -95,7 +116,10 @@ class FileBatch:
         try:
             device = os.stat(folder).st_dev
         except FileNotFoundError:
-            os.makedirs(folder, exist_ok=True)
+            if self._public:
+                make_public_folder(folder)
+            else:
+                os.makedirs(folder, exist_ok=True)
             device = os.stat(folder).st_dev
         with self._lock:
             self._known.add(folder)

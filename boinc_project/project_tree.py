@@ -19,8 +19,8 @@ from xml.sax.saxutils import escape
 
 from boinc_project import database, signing
 from boinc_project.config import ConfigError, ProjectConfig
-from boinc_project.contract.whole_file import sync_folder, temporary_name, write_bytes
-from boinc_project.durable import FileBatch
+from boinc_project.contract.whole_file import sync_folder, temporary_name, write_bytes, write_through
+from boinc_project.durable import PUBLIC_FILE, FileBatch, make_public_folder
 
 #: Longest physical file name: BOINC's name columns hold 191 characters, and a `.md5` or temporary
 #: companion must still fit in the 255 bytes of a file system's name.
@@ -167,7 +167,7 @@ class ProjectTree:
 
     def stage_files(self, contents: Mapping[str, bytes]) -> dict[str, PublishedFile]:
         """Publish many small files by their physical names, as `stage_file` does each, in two waits for the disk."""
-        with FileBatch(2 * len(contents)) as files, ThreadPoolExecutor(_WRITERS) as writers:
+        with FileBatch(2 * len(contents), public=True) as files, ThreadPoolExecutor(_WRITERS) as writers:
             names = list(contents)
             shares = [names[first::_WRITERS] for first in range(_WRITERS)]
             staged = writers.map(lambda share: [self._stage_in(files, name, contents[name]) for name in share], shares)
@@ -213,7 +213,7 @@ class ProjectTree:
 
 def publish(source: bytes | Path, path: Path, url: str, *, md5_file: bool = True) -> PublishedFile:
     """Put `source` at `path`, whole or absent; see `ProjectTree.stage_file`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_public_folder(path.parent)
     temporary = path.with_name(temporary_name(path.name))
     try:
         md5, nbytes = _copy_durably(source, temporary)
@@ -225,7 +225,7 @@ def publish(source: bytes | Path, path: Path, url: str, *, md5_file: bool = True
     finally:
         temporary.unlink(missing_ok=True)
     if md5_file:
-        write_bytes(path.with_name(path.name + ".md5"), f"{md5} {nbytes}\n".encode())
+        write_bytes(path.with_name(path.name + ".md5"), f"{md5} {nbytes}\n".encode(), PUBLIC_FILE)
     else:
         sync_folder(path.parent)
     return PublishedFile(name=path.name, url=url, md5=md5, nbytes=nbytes, path=path)
@@ -246,13 +246,15 @@ def _content(path: Path) -> bytes | None:
 
 def _copy_durably(source: bytes | Path, target: Path) -> tuple[str, int]:
     digest, nbytes = hashlib.md5(), 0
-    with target.open("wb") as stream:
+
+    def measured() -> Iterator[bytes]:
+        nonlocal nbytes
         for chunk in _chunks(source):
             digest.update(chunk)
-            stream.write(chunk)
             nbytes += len(chunk)
-        stream.flush()
-        os.fsync(stream.fileno())
+            yield chunk
+
+    write_through(target, measured(), PUBLIC_FILE)
     return digest.hexdigest(), nbytes
 
 

@@ -22,25 +22,33 @@ def temporary_name(name: str) -> str:
     return f".{beginning}.{secrets.token_hex(8)}.tmp"
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Put bytes in place, atomically and durably. OSError leaves what was there."""
-    write_chunks(path, (data,))
+def write_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Put bytes in place, atomically and durably. OSError leaves what was there. `mode`: the file's, on POSIX;
+    None: what the process gives new files (umask)."""
+    write_chunks(path, (data,), mode)
 
 
-def write_chunks(path: Path, data: Iterable[bytes | memoryview]) -> None:
+def write_chunks(path: Path, data: Iterable[bytes | memoryview], mode: int | None = None) -> None:
     """The same for bytes that come in pieces."""
     temporary = path.with_name(temporary_name(path.name))
     try:
-        with open(temporary, "wb") as file:
-            for piece in data:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        write_through(temporary, data, mode)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_through(path: Path, data: Iterable[bytes | memoryview], mode: int | None = None) -> None:
+    """Write a file of its own and flush it to the disk. A temporary one: what is there is gone first."""
+    with open(path, "wb") as file:
+        if mode is not None:
+            os.chmod(path, mode)
+        for piece in data:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

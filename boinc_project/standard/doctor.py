@@ -19,7 +19,15 @@ from boinc_project.config import ConfigError, ProjectConfig
 from boinc_project.database import Database, app
 from boinc_project.gt_tables import gt_job
 from boinc_project.project_tree import ProjectTree
-from boinc_project.standard import doctor_database, doctor_heartbeats, doctor_tree, doctor_uploads, schema, steps
+from boinc_project.standard import (
+    doctor_database,
+    doctor_downloads,
+    doctor_heartbeats,
+    doctor_tree,
+    doctor_uploads,
+    schema,
+    steps,
+)
 from boinc_project.standard.advice import advice
 from boinc_project.standard.editing import read
 from boinc_project.standard.findings import Finding, Patient, error, note, warning
@@ -43,6 +51,7 @@ STANDARD_TREE: Sequence[TreeCheck] = (
     doctor_tree.check_cron,
     doctor_tree.check_boinc_files,
     doctor_uploads.check_writable,
+    doctor_downloads.check_readable,
 )
 DATABASE: Sequence[DatabaseCheck] = (
     doctor_database.check_clock,

@@ -96,9 +96,15 @@ def account_of(uid: int) -> Account:
 
 def may_write(status: os.stat_result, account: Account) -> bool:
     """Whether a directory's owner, group and mode let the account make files in it."""
-    if account.uid in (0, status.st_uid):
-        return account.uid == 0 or status.st_mode >> 6 & _WRITE_AND_ENTER == _WRITE_AND_ENTER
-    return status.st_mode >> (3 if status.st_gid in account.gids else 0) & _WRITE_AND_ENTER == _WRITE_AND_ENTER
+    return may(status, account, _WRITE_AND_ENTER)
+
+
+def may(status: os.stat_result, account: Account, wanted: int) -> bool:
+    """Whether owner, group and mode grant the account these of the bits 4 (read), 2 (write), 1 (execute, enter)."""
+    if account.uid == 0:
+        return True
+    shift = 6 if account.uid == status.st_uid else 3 if status.st_gid in account.gids else 0
+    return status.st_mode >> shift & wanted == wanted
 
 
 def _is_shut(path: Path, account: Account | None, group: int) -> bool:
