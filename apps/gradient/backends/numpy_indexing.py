@@ -6,6 +6,7 @@ Movement gives views wherever numpy can. Every index tensor is range-checked bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -209,6 +210,7 @@ def _index_put(call: Call) -> Kernel:
     sizes = x_type.shape[dim : dim + count]
     before, after = x_type.shape[:dim], x_type.shape[dim + count :]
     strides = element_strides(sizes)
+    height, width = math.prod(sizes), math.prod(before + after)  # said, since of an empty array no -1 can be found
 
     def put(x: Array, values: Array, *indices: Array) -> Array:
         out = x.copy()
@@ -222,9 +224,9 @@ def _index_put(call: Call) -> Kernel:
             rows = rows + np.where(index < 0, index + size, index) * stride
         # [before, indexed dimensions, after] -> rows of [before, after], and the values likewise
         full = np.broadcast_to(values, before + rows.shape + after)
-        lines = np.moveaxis(full.reshape(*before, rows.size, *after), dim, 0).reshape(rows.size, -1)
-        table = np.moveaxis(x.reshape(*before, -1, *after), dim, 0)
-        out = table.reshape(table.shape[0], -1).copy()
+        lines = np.moveaxis(full.reshape(*before, rows.size, *after), dim, 0).reshape(rows.size, width)
+        table = np.moveaxis(x.reshape(*before, height, *after), dim, 0)
+        out = table.reshape(height, width).copy()
         add_rows(out, rows.reshape(-1), lines)
         return np.moveaxis(out.reshape(table.shape), 0, dim).reshape(x_type.shape)
 
