@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from boinc_project.job_config import JobConfig
+
 MAX_ATTEMPTS = 3
 """Workunits for one slot of a round; when so many have failed, its samples are skipped and reported."""
 
@@ -11,3 +13,14 @@ def least_seconds_per_task(
 ) -> float:
     """The shortest task that the downlink can feed: max(20 x bytes / host bandwidth, hosts x bytes / egress)."""
     return max(20 * download_bytes / host_bytes_per_s, hosts * download_bytes / egress_bytes_per_s)
+
+
+def download_advice(config: JobConfig, version_bytes: float) -> str:
+    """What a version costs to download, and how long a task should be so that the job's lines can feed it."""
+    hosts = config.train.microtasks_per_version * config.workunit.min_quorum
+    line, egress = config.supply.host_bandwidth, config.supply.server_bandwidth
+    seconds = least_seconds_per_task(version_bytes, line, hosts, egress)
+    return (
+        f"Each version is {version_bytes / 1e6:.3g} MB to download: a task should last at least {seconds:.2g} s on a"
+        f" host with {line / 1e6:.3g} MB/s, with {hosts} hosts and {egress / 1e6:.3g} MB/s from the server."
+    )

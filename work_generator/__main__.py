@@ -28,7 +28,7 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
 from boinc_project.states import NEVER
 from boinc_project.store import JobRow
-from boinc_project.supply_limits import MAX_ATTEMPTS, least_seconds_per_task
+from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
 from boinc_project.templates import TemplateError
 from work_generator import issue, retire, supply, workunits
 
@@ -189,7 +189,7 @@ class Generator:
         return False
 
     def _advise(self, job: JobRow) -> None:
-        """Say once how long a task should last on the lines that the job's settings describe."""
+        """Say once what a version costs to download."""
         if job.id in self.advised:
             return
         with self.database.read() as connection:
@@ -197,9 +197,7 @@ class Generator:
         if state is None:
             return
         self.advised.add(job.id)
-        hosts, lines = job.config.train.microtasks_per_version * job.config.workunit.min_quorum, job.config.supply
-        seconds = least_seconds_per_task(state.size, lines.host_bandwidth, hosts, lines.server_bandwidth)
-        log.info("[JOB %s] a version is %d bytes: a task should last at least %.2g s", job.name, state.size, seconds)
+        log.info("[JOB %s] %s", job.name, download_advice(job.config, state.size))
 
     def _fail(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason, until an admin resumes it."""

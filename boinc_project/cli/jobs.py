@@ -30,10 +30,9 @@ from boinc_project.gt_tables import (
     gt_round,
     gt_version,
 )
-from boinc_project.job_config import JobConfig
 from boinc_project.project_tree import ProjectTree
 from boinc_project.store import JobRow
-from boinc_project.supply_limits import least_seconds_per_task
+from boinc_project.supply_limits import download_advice
 
 
 @click.group()
@@ -71,24 +70,13 @@ def create_job(tree: ProjectTree, job_toml: Path, console: Console, app_name: st
             )
     for note in (*loaded.notes, *exported.notes):
         console.print(f"note: {note}")
-    console.print(download_advice(loaded.config, exported.state), highlight=False, soft_wrap=True)
+    size = sum(array.nbytes for array in exported.state.values())
+    console.print(download_advice(loaded.config, size), highlight=False, soft_wrap=True)
     parameters = sum(a.size for name, a in exported.state.items() if name.startswith("parameter/"))
     console.print(
         f"Job {loaded.config.job.name!r} is running: {parameters:,} parameters, {len(exported.gradient.nodes)} nodes."
     )
     return job_id
-
-
-def download_advice(config: JobConfig, state: Mapping[str, Any]) -> str:
-    """What a version costs to download, and how long a task should be so that the lines can feed it."""
-    size = float(sum(array.nbytes for array in state.values()))
-    hosts = config.train.microtasks_per_version * config.workunit.min_quorum
-    line, egress = config.supply.host_bandwidth, config.supply.server_bandwidth
-    seconds = least_seconds_per_task(size, line, hosts, egress)
-    return (
-        f"Each version is {size / 1e6:.3g} MB to download: a task should last at least {seconds:.2g} s on a host with"
-        f" {line / 1e6:.3g} MB/s, with {hosts} hosts and {egress / 1e6:.3g} MB/s from the server."
-    )
 
 
 @job.command("replay")

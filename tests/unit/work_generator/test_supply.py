@@ -11,7 +11,7 @@ import pytest
 from boinc_project.gt_tables import MicrotaskState
 from boinc_project.job_config import JobConfig, load_config
 from boinc_project.states import NEVER
-from boinc_project.supply_limits import MAX_ATTEMPTS, least_seconds_per_task
+from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice, least_seconds_per_task
 from tests.tiny_project import TINY_JOB
 from work_generator.supply import Issue, overlooked, skipped_slots, slots_to_issue, stop_reason, straggling
 
@@ -157,3 +157,10 @@ def test_a_job_is_finished_for_one_of_three_reasons(
 def test_the_shortest_task_is_set_by_the_slower_of_the_two_lines() -> None:
     assert least_seconds_per_task(1e6, 1e6, 10, 1e9) == 20
     assert least_seconds_per_task(1e6, 1e9, 1000, 1e6) == 1000
+
+
+def test_the_advice_names_size_time_and_both_lines() -> None:
+    assert download_advice(CONFIG, 2e6) == (
+        "Each version is 2 MB to download: a task should last at least 40 s on a host with 1 MB/s, with 4 hosts and"
+        " 10 MB/s from the server."
+    )
