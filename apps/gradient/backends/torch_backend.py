@@ -10,7 +10,6 @@ has ended, so that nothing in a run waits for the device.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -661,7 +660,6 @@ def open_backend(threads: int, device: str | InitData | None) -> TorchBackend:
 
     Raises UnfitHost, WrongResults, TooLittleMemory, ContextLost, and DeviceNotFound for a task's device.
     """
-    torch_device.prepare_environment(os.environ)
     if isinstance(device, InitData):
         chosen = torch_device.device_of_task(device)
     else:

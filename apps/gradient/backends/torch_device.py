@@ -1,7 +1,7 @@
 """Which device PyTorch computes a task on, how it has to compute there, and what its errors mean.
 
-    prepare_environment -> device_of_task or device_of_text -> start (precision, known answers, share of memory)
-    circumstance                                               what an error of CUDA or HIP says
+    device_of_task or device_of_text -> start (precision, known answers, share of memory)
+    circumstance                        what an error of CUDA or HIP says
 
 Deciding is in pure functions of numbers and texts; those that ask PyTorch are thin.
 
@@ -337,6 +337,7 @@ def installed() -> Build:
 def find_cards(vendor: str) -> list[Card]:
     """The cards that PyTorch shows, after starting CUDA or HIP. Raises UnfitHost or DeviceNotFound if it does not
     start."""
+    prepare_environment(os.environ)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about other cards than ours, and in more words than one sentence

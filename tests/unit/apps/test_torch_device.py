@@ -273,13 +273,14 @@ class Cuda:
         self._monkeypatch.setattr(torch.version, "hip", hip)
 
     def _init(self) -> None:
+        assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0" and os.environ["CUBLAS_WORKSPACE_CONFIG"]
         warnings.warn("Found GPU0 first which is of cuda capability 3.5", stacklevel=2)
         if self.start_error is not None:
             raise self.start_error
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch: pytest.MonkeyPatch, settings: None) -> Cuda:
     return Cuda(monkeypatch)
 
 
@@ -359,8 +360,8 @@ def test_the_order_in_which_cuda_counts_is_left_as_the_client_has_it(
     settings: None, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client counts by its own environment, and a task inherits that."""
-    torch_device.prepare_environment(os.environ)
     torch_device.device_of_task(task())
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0", "set before CUDA starts"
     assert "CUDA_DEVICE_ORDER" not in os.environ and "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     torch_device.prepare_environment(os.environ)
