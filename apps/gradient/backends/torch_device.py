@@ -139,18 +139,18 @@ def choose(number: int | None, addresses: Sequence[Address], cards: Sequence[Car
     found = cards[0] if number is None else next((card for card in cards if card.index == number), None)
     if found is None:
         raise DeviceNotFound(f"PyTorch does not show the card {number} that the client reserved for this task")
-    known = [each for each in addresses if any(each)]
     places = {card.address: card for card in cards if card.address is not None}
-    if not known or len(places) < len(cards):
+    told = all(map(any, addresses)) and len(set(addresses)) == len(addresses)  # else a client that does not know them
+    if not addresses or not told or len(places) < len(cards):
         return found
-    if all(each in places for each in known):  # if one is missing, the others may have moved up
-        seen = [places[each].index for each in known]
-        if found.address in known and seen == sorted(seen):
+    if all(each in places for each in addresses):  # if one is missing, the others may have moved up
+        seen = [places[each].index for each in addresses]
+        if found.address in addresses and seen == sorted(seen):
             return found
-        if len(known) == 1:
-            return places[known[0]]
-        if len(known) == len(cards) and number is not None:  # the client uses all, so it counts in this order
-            return places[known[number]]
+        if len(addresses) == 1:
+            return places[addresses[0]]
+        if len(addresses) == len(cards) and number is not None:  # the client uses all, so it counts in this order
+            return places[addresses[number]]
     raise DeviceNotFound(
         f"the card {number} that the client reserved for this task is not at any place on the bus that the client"
         " names; restart the client"

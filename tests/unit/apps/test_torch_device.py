@@ -139,6 +139,9 @@ SITUATIONS = [
     Situation("the card at the address is hidden now", 0, (A,), (B,), None),
     Situation("one of two is gone, and the other moved up", 0, (A, B), (B,), None),
     Situation("a client without CUDA's addresses", 1, ((0, 0, 0), (0, 0, 0)), (A, B), 1),
+    Situation("a client that knows one address of two", 1, (A, (0, 0, 0)), (A, B), 1),
+    Situation("a client that gives one address twice", 1, (A, A), (A, B), 1),
+    Situation("two parts of one card have one address", 1, (A, B), (A, A), 1),
     Situation("a PyTorch that does not tell addresses", 1, (A, B), (None, None), 1),
 ]
 
