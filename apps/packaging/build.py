@@ -90,6 +90,7 @@ class Kind:
     kept           what it needs of the modules that the others leave out
     probe          options with which it is started once, besides without any
     of_the_system  libraries that are left out
+    tests          files that are left out: a regular expression of what their places begin with
     """
 
     backend: str
@@ -100,6 +101,7 @@ class Kind:
     data: tuple[tuple[str, str], ...] = ()
     probe: tuple[str, ...] = ()
     of_the_system: tuple[str, ...] = ()
+    tests: str = ""
     kept: tuple[str, ...] = ()
 
 
@@ -121,6 +123,7 @@ TORCH = Kind(
     packages=("torch",),
     hidden=("apps.gradient.backends.torch_backend", "apps.gradient.backends.torch_device"),
     probe=("--devices",),  # imports PyTorch
+    tests="torch/(?:test/|bin/(?!torch_shm_manager))",  # 140 MB of programs that test PyTorch
     excluded=("pyopencl", "apps.gradient.opencl", "sqlite3", "torch.utils.tensorboard"),
     kept=("torch", "asyncio", "ssl", "_ssl"),
 )
@@ -327,17 +330,21 @@ def specification_command(kind: Kind, work: Path) -> Sequence[str]:
     return [*command, str(kind.entry)]
 
 
-def leave_out(libraries: Iterable[str], work: Path) -> None:
-    """Strike libraries from the specification: they are taken from the volunteer's system.
+def leave_out(kind: Kind, work: Path) -> None:
+    """Strike from the specification the libraries that are taken from the volunteer's system, and a package's tests.
 
     A packed C++ library would be used by OpenCL drivers too, which may need a newer one and then are not found.
     """
     path, mark = work / f"{APP_NAME}.spec", "pyz = PYZ("
     text = path.read_text(encoding="utf-8")
     assert mark in text, text
-    names = sorted(libraries)
-    line = f"a.binaries = [each for each in a.binaries if each[0] not in {names!r}]\n"
-    path.write_text(text.replace(mark, line + mark, 1), encoding="utf-8")
+    names, tests = sorted(kind.of_the_system), kind.tests or "(?!)"  # a pattern that nothing matches
+    lines = (
+        "import re\n"
+        f"a.binaries = [e for e in a.binaries if e[0] not in {names!r} and not re.match({tests!r}, e[0])]\n"
+        f"a.datas = [e for e in a.datas if not re.match({tests!r}, e[0])]\n"
+    )
+    path.write_text(text.replace(mark, lines + mark, 1), encoding="utf-8")
 
 
 def run_pyinstaller(kind: Kind, work: Path, report: Progress) -> Path:
@@ -350,7 +357,7 @@ def run_pyinstaller(kind: Kind, work: Path, report: Progress) -> Path:
     )
     if made.returncode:
         raise BuildError("PyInstaller failed; its last lines were:\n" + made.stderr[-2000:])
-    leave_out(kind.of_the_system, work)
+    leave_out(kind, work)
     log: list[str] = []
     command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--distpath", str(work / "dist")]
     with subprocess.Popen(

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,13 +129,27 @@ def test_the_opencl_program_holds_every_kernel() -> None:
     assert list(Path(pattern).parent.glob(Path(pattern).name)) and place == "apps/gradient/kernels"
 
 
-def test_the_systems_own_cpp_library_is_used_where_drivers_need_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", build.KINDS.values(), ids=build.KINDS)
+def test_libraries_of_the_system_and_tests_of_packages_are_struck_and_nothing_else(
+    tmp_path: Path, kind: build.Kind
+) -> None:
     path = tmp_path / "gradient.spec"
-    path.write_text("a = Analysis()\npyz = PYZ(a.pure)\nexe = EXE(pyz)\n")
-    build.leave_out(build.OPENCL.of_the_system, tmp_path)
-    lines = path.read_text().splitlines()
-    assert [line.split(" ")[0] for line in lines] == ["a", "a.binaries", "pyz", "exe"]
-    assert "libstdc++.so.6" in lines[1]
+    path.write_text("found = True\npyz = PYZ(a)\n")
+    build.leave_out(kind, tmp_path)
+    libraries = ["libstdc++.so.6", "libz.so.1", "torch/lib/libtorch_cpu.so", "torch/test/test_api"]
+    data = ["torch/test/x.txt", "torch/bin/protoc", "torch/bin/torch_shm_manager", "torch/testing/y.py", "torch/a.pt"]
+    analysis = SimpleNamespace(
+        binaries=[(name, "", "BINARY") for name in libraries], datas=[(name, "", "DATA") for name in data]
+    )
+    exec(path.read_text(), {"a": analysis, "PYZ": lambda a: None})
+    kept = [each[0] for each in (*analysis.binaries, *analysis.datas)]
+    struck = [name for name in (*libraries, *data) if name not in kept]
+    wanted = {
+        "numpy": [],
+        "opencl": ["libstdc++.so.6", "libz.so.1"],
+        "torch": ["torch/test/test_api", "torch/test/x.txt", "torch/bin/protoc"],
+    }
+    assert struck == wanted[kind.backend]
 
 
 def test_a_failed_build_says_so_with_the_logs_end(tmp_path: Path) -> None:
