@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from apps.gradient import __main__ as application
+from apps.gradient.backends import torch_device
 from apps.gradient.backends.backend import ContextLost, WrongResults
 from apps.gradient.backends.numpy_backend import NumpyBackend
 from apps.gradient.backends.torch_backend import TorchBackend
+from apps.gradient.boinc_api import Boinc
+from apps.gradient.boinc_messages import InitData
+from apps.gradient.boinc_supervisor import Block
 from apps.gradient.executor import ExecutionError
 from apps.gradient.recovery import Recovery
 from apps.gradient.runner import Run, Timings, load
@@ -134,3 +139,61 @@ def test_a_card_that_is_too_small_for_the_smallest_parts_is_refused_in_one_sente
     with pytest.raises(TooLittleMemory, match="CUDA out of memory") as raised:
         update_of(backend, tmp_path, [])
     assert "\n" not in str(raised.value)
+
+
+class Ended(BaseException):
+    """How a task ended: (status, text), or (delay, reason) of a temporary exit."""
+
+
+class Client(Boinc):
+    """A client that reserved the first NVIDIA card."""
+
+    def __init__(self) -> None:
+        super().__init__(InitData(gpu_type="NVIDIA", gpu_device_num=0), Block(), standalone=True, process=False)
+
+    def finish(self, status: int, text: str = "", *more: Any) -> Any:
+        raise Ended("finish", status, text)
+
+    def temporary_exit(self, delay_s: int, reason: str) -> Any:
+        raise Ended("temporary exit", delay_s, reason)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "said", "ended", "text"),
+    [
+        (None, "", ("finish", application.EXIT_UNFIT_HOST), "for an NVIDIA card, and the PyTorch"),
+        ("12.6", "Found no NVIDIA driver on your system.", ("finish", application.EXIT_UNFIT_HOST), "no driver"),
+        (
+            "12.6",
+            "The NVIDIA driver on your system is too old (found version 11040).",
+            ("finish", application.EXIT_UNFIT_HOST),
+            "too old",
+        ),
+        (
+            "12.6",
+            "No CUDA GPUs are available",
+            ("temporary exit", application.DEVICE_LOST_DELAY_S),
+            "no card on this computer now",
+        ),
+    ],
+)
+def test_a_card_that_cannot_be_used_ends_the_task_once_and_one_that_is_away_postpones_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    said: str,
+    ended: tuple[str, int],
+    text: str,
+) -> None:
+    for name, data in microtask_files(1).items():
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["gradient", "--backend", "torch"])
+    for variable in (*application.THREAD_VARIABLES, "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(torch_device, "installed", lambda: torch_device.Build("2.9", cuda=cuda or ""))
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(said)))
+    with pytest.raises(Ended) as raised:
+        application.compute(Client())
+    assert raised.value.args[:2] == ended and text in raised.value.args[2] and "\n" not in raised.value.args[2]
+    assert not (tmp_path / "update.safetensors").exists()
