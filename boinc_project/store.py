@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project.database import Database, app, app_version, platform, result, workunit
+from boinc_project.database import Database, app, app_version, host_app_version, platform, result, workunit
 from boinc_project.gt_tables import (
     Disposition,
     FileState,
@@ -415,6 +415,22 @@ def ended_tasks(connection: Connection, workunit_names: Sequence[str]) -> list[E
             counts[int(host_id), int(app_version_id), int(outcome) == Outcome.SUCCESS] += int(number)
     pairs = sorted({(host_id, version) for host_id, version, _ in counts})
     return [Ended(*pair, counts[(*pair, True)], counts[(*pair, False)]) for pair in pairs]
+
+
+def give_back_quota(connection: Connection, ended: Ended, daily_result_quota: int) -> None:
+    """Undo what a host's errors have cost it of its daily quota for an app version: one task each
+    (sched/sched_result.cpp), but no more than the project's own quota."""
+    kept = host_app_version.c
+    more = kept.max_jobs_per_day + ended.errors
+    connection.execute(
+        sa.update(host_app_version)
+        .where(
+            kept.host_id == ended.host,
+            kept.app_version_id == ended.app_version,
+            kept.max_jobs_per_day < daily_result_quota,
+        )
+        .values(max_jobs_per_day=sa.case((more > daily_result_quota, daily_result_quota), else_=more))
+    )
 
 
 def app_version_text(connection: Connection, identifier: int) -> str:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -119,16 +120,21 @@ class Generator:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""
         names = [str(row["workunit_name"]) for row in rows if row["state"] != MicrotaskState.CANCELLED]
         with self.database.read() as connection:
-            found = supply.failing(store.ended_tasks(connection, names), job.config.supply)
+            ended = store.ended_tasks(connection, names)
+            found = supply.failing(ended, job.config.supply)
             if found is None:
                 return False
             cause = store.commonest_error(connection, names)
             which = "" if found.app_version is None else store.app_version_text(connection, found.app_version)
-        self._fail(
-            job,
+        reason = (
             f"{found.errors} of {found.tasks} tasks of version {job.current_version} failed on {found.hosts} hosts"
-            f"{', all of them with ' if which else ''}{which}{cause}",
+            f"{', all of them with ' if which else ''}{which}{cause}"
         )
+        if self._fail(job, reason):
+            for each in (one for one in ended if one.errors):  # nobody's host is to blame
+                self.database.repeated(
+                    partial(store.give_back_quota, ended=each, daily_result_quota=self.tree.config.daily_result_quota)
+                )
         return True
 
     def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
@@ -199,10 +205,12 @@ class Generator:
         self.advised.add(job.id)
         log.info("[JOB %s] %s", job.name, download_advice(job.config, state.size))
 
-    def _fail(self, job: JobRow, reason: str) -> None:
-        """Stop the job with the reason, until an admin resumes it."""
-        if self.options.dry_run or self._stop(job, JobState.FAILED, reason):
+    def _fail(self, job: JobRow, reason: str) -> bool:
+        """Stop the job with the reason, until an admin resumes it; False if it has stopped or gone on by itself."""
+        stopped = not self.options.dry_run and self._stop(job, JobState.FAILED, reason)
+        if stopped or self.options.dry_run:
             log.critical("[JOB %s] stopped: %s", job.name, reason)
+        return stopped
 
     def _stop(self, job: JobRow, state: JobState, note: str) -> bool:
         return self.database.repeated(lambda connection: store.stop_job(connection, job, state, note))

@@ -122,6 +122,28 @@ def resume(project: TinyProject) -> None:
 
 @both_databases
 @pytest.mark.parametrize("columns", [CLIENT_ERROR, UNREADABLE])
+def test_hosts_get_back_what_a_bad_batch_has_cost_them_of_their_quota(
+    project: TinyProject, columns: dict[str, Any]
+) -> None:
+    quota = project.tree.config.daily_result_quota
+    for host, left in ((1, quota), (2, quota - 1), (3, 1)):
+        project.add_host(host, host)
+        set_quota(project, host, left)
+    twice = itertools.chain((2, 3, 2, 3), itertools.count(1))
+    fail_on(project, twice, columns)
+    assert project.job.state == JobState.FAILED
+    kept = {row["host_id"]: row["max_jobs_per_day"] for row in project.rows(database.host_app_version)}
+    assert (kept[1], kept[2], kept[3]) == (quota, quota, 4) and set(kept.values()) - {quota, 4} == {51}
+
+
+def set_quota(project: TinyProject, host: int, left: int) -> None:
+    with project.db.transaction() as connection:
+        kept = database.host_app_version
+        connection.execute(kept.update().where(kept.c.host_id == host).values(max_jobs_per_day=left))
+
+
+@both_databases
+@pytest.mark.parametrize("columns", [CLIENT_ERROR, UNREADABLE])
 def test_a_bad_batch_stops_the_job_and_resuming_goes_on_with_fresh_workunits(
     project: TinyProject, columns: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
