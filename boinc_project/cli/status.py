@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,17 @@ def _error_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> list[T
             by_status.setdefault(int(status), []).append((int(host_id), str(text or "")))
         for status, tasks in sorted(by_status.items(), key=lambda item: -len(item[1]))[:ERRORS_SHOWN]:
             words = store.last_words([text for _, text in tasks])
-            found.add_row(escape(name), str(status), str(len(tasks)), str(len({h for h, _ in tasks})), escape(words))
+            found.add_row(escape(name), str(status), str(len(tasks)), _on_hosts([h for h, _ in tasks]), escape(words))
     return [found] if found.row_count else []
+
+
+def _on_hosts(hosts: list[int]) -> str:
+    """How many hosts these are, and which one, by its id, if most are the same: a broken computer."""
+    counts = Counter(hosts)
+    worst, most = counts.most_common(1)[0]
+    if most == 1 or 2 * most <= len(hosts):
+        return str(len(counts))
+    return f"1: #{worst}" if len(counts) == 1 else f"{len(counts)}, mostly #{worst}"
 
 
 def _queue_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:

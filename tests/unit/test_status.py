@@ -122,6 +122,22 @@ def test_errors_are_counted_by_exit_status_with_the_last_words_of_the_newest(pro
     assert commonest[:4] == ["gradient", "11", str(len(results) - 1), str(len(results) - 1)]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "shown_as"),
+    [([7] * 50, "1: #7"), ([7] * 50 + [1, 2], "3, mostly #7"), ([1, 2, 3], "3"), ([1, 1, 2, 2], "2"), ([4], "1")],
+)
+def test_a_host_on_which_most_errors_happened_is_named(project: TinyProject, hosts: list[int], shown_as: str) -> None:
+    with project.db.transaction() as connection:
+        for number, host in enumerate(hosts):
+            row = database.new_row(
+                database.result, name=f"failed{number}", workunitid=1, appid=project.appid, hostid=host, exit_status=12,
+                server_state=int(ServerState.OVER), outcome=int(Outcome.CLIENT_ERROR),
+            )  # fmt: skip
+            connection.execute(database.result.insert(), row)
+    (line,) = [line for line in shown(project).splitlines() if line.startswith("│ gradient") and "│ 12 " in line]
+    assert [cell.strip() for cell in line.strip("│ ").split("│")][2:4] == [str(len(hosts)), shown_as]
+
+
 def test_results_that_wait_for_the_validator_are_told_from_those_that_nobody_needs(project: TinyProject) -> None:
     first, second, *_ = project.issue()
     project.answer(first)
