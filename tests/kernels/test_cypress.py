@@ -47,7 +47,9 @@ def compiled(variant: Variant, chip: str) -> dict[str, Resources] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("chip", list(r600.CHIPS))
+@pytest.mark.parametrize(
+    "chip", [pytest.param(chip, marks=[] if chip == "cypress" else pytest.mark.long) for chip in r600.CHIPS]
+)
 def test_every_variant_compiles_within_the_limits_of_the_chip(chip: str) -> None:
     variants = all_variants()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -128,7 +130,7 @@ def test_kernel_text_keeps_to_what_every_compiler_knows() -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize("standard", ["CL1.1", "CL1.2"])
+@pytest.mark.parametrize("standard", ["CL1.1", pytest.param("CL1.2", marks=pytest.mark.long)])
 def test_every_variant_is_plain_opencl_c_without_extensions(standard: str) -> None:
     def words(variant: Variant) -> str:
         text = kernel_text(variant.file) + (f"\n{variant.more}" if variant.more else "")

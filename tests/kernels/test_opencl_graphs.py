@@ -73,9 +73,19 @@ def test_a_step_of_an_example_is_as_exact_as_eager_float32(device: str, name: st
     assert_as_exact_as_eager(exported, job.model, job.loss, batch, backends=[open_device(device)])
 
 
+#: What is tested with every run; the other models are, with the long ones: their kernels take a minute to build.
+ALWAYS = {("pocl_gpu", "gpt2"), ("pocl_gpu", "convnext")}
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers warns about optional libraries and about itself
-@pytest.mark.parametrize("name", hugging_face.MODELS)
-@pytest.mark.parametrize("device", [pytest.param("pocl", marks=pytest.mark.long), "pocl_gpu"])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param(device, name, marks=[] if (device, name) in ALWAYS else pytest.mark.long)
+        for device in ("pocl", "pocl_gpu")
+        for name in hugging_face.MODELS
+    ],
+)
 def test_a_step_of_a_hugging_face_model_is_as_exact_as_eager_float32(device: str, name: str) -> None:
     model = hugging_face.made(name)
     _, loss, batch = hugging_face.MODELS[name]

@@ -53,15 +53,17 @@ def computed(device: str, op: str, strided: bool) -> list[list[Array]]:
     return [[found[name] for name in names] for names in outputs]
 
 
-#: What is compiled with every run of the tests, and what with the long ones only.
+#: What is compiled with every run of the tests; the other forms are, with the long ones.
+ALWAYS = {("pocl", False), ("pocl_gpu", True), ("rusticl", False)}
 FORMS = [
-    *(pytest.param(device, False, id=f"{device}-dense") for device in DEVICES),
-    pytest.param("pocl_gpu", True, id="pocl_gpu-strided"),
-    *(
-        pytest.param(device, True, id=f"{device}-strided", marks=pytest.mark.long)
-        for device in DEVICES
-        if device != "pocl_gpu"
-    ),
+    pytest.param(
+        device,
+        strided,
+        id=f"{device}-{'strided' if strided else 'dense'}",
+        marks=[] if (device, strided) in ALWAYS else pytest.mark.long,
+    )
+    for device in DEVICES
+    for strided in (False, True)
 ]
 
 

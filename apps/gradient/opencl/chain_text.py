@@ -26,6 +26,7 @@ from boinc_project.contract.opset import flops as operator_flops
 
 FUNCTIONS = "functions.cl"
 MAX_RANGES = 3  # dimensions of an OpenCL range
+MAX_TENSORS = 12  # that one kernel reads or writes
 FLAT_BELOW = 16  # items along the innermost dimension: fewer are walked as one range, with divisions
 
 #: Operators by the kind of their first operand. {0}, {1}, {2} are operands, {T} the type of the value.
@@ -109,16 +110,24 @@ class Kernel:
         split = len(self.global_size) - 1
         return Launch(
             source, name, (("VW", self.width),), self.global_size, self.local_size, self.arguments,
-            split, self.flops, self.nbytes, self.node,
+            split, self.flops, self.nbytes, self.node, in_place=True,
         )  # fmt: skip
 
 
-def kernel_of(chain: Chain, needed: set[int], device: DeviceFacts) -> Kernel | None:
-    """The kernel of a chain that stores what is needed of it; None if that is nothing."""
+def kernels_of(chain: Chain, needed: set[int], device: DeviceFacts) -> list[Kernel]:
+    """The kernel of a chain that stores what is needed of it: none if that is nothing, several if it is much."""
     stored = [index for index, entry in enumerate(chain.entries) if entry.store.storage.number in needed]
-    if not stored or chain.numel == 0:
-        return None
-    return _Writer(chain, stored, device).kernel()
+    if chain.numel == 0:
+        return []
+    writers = []
+    while stored:
+        writer = _Writer(chain, stored, device)
+        most = max(1, MAX_TENSORS - len(writer.loads))
+        if len(stored) > most:
+            writer = _Writer(chain, stored[:most], device)
+        writers.append(writer)
+        stored = stored[most:]
+    return [writer.kernel() for writer in writers]
 
 
 def reads_of(chain: Chain, needed: set[int]) -> set[int]:

@@ -24,7 +24,7 @@ from apps.gradient.opencl.values import Storage, View
 from apps.gradient.opencl.walks import collapsed, expanded
 
 MAX_ENTRIES = 48  # of one chain: more only makes the compiler slow
-MAX_TENSORS = 12  # buffers that one kernel reads or writes
+MAX_LOADS = 8  # tensors in memory that one chain reads
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,9 @@ class Chain:
     cuts: tuple[int, ...]
     entries: list[Entry] = field(default_factory=list)
 
-    def tensors(self) -> set[int]:
-        """Storages that it touches, at most."""
-        loads = {o.view.storage.number for e in self.entries for o in e.operands if isinstance(o, Load)}
-        return loads | {entry.store.storage.number for entry in self.entries}
+    def loads(self) -> set[View]:
+        """Tensors in memory that it reads."""
+        return {o.view for e in self.entries for o in e.operands if isinstance(o, Load)}
 
     def absorb(self, other: Chain, cuts: tuple[int, ...]) -> None:
         """Take over the entries of another chain, which does not depend on this one."""
@@ -160,7 +159,7 @@ class Chains:
                 done += self.complete([view.storage])
         joined = [chain for chain in joined if not any(chain is each for each in done)]
         loads = [v for v in views if v.storage.number not in self._values and v.storage.number not in self._numbers]
-        chain, more = self._host(joined, [*loads, store], len(loads) + 1)
+        chain, more = self._host(joined, loads, store)
         done += more
         operands = tuple(self._operand(view, chain) for view in views)
         entry = Entry(op, attrs, store.dtype, tuple(v.dtype for v in inputs), operands, store, node)
@@ -218,17 +217,16 @@ class Chains:
             return Ref(self._values[number][1])
         return Load(view)
 
-    def _host(self, joined: list[Chain], walks: Sequence[View], tensors: int) -> tuple[Chain, list[Chain]]:
+    def _host(self, joined: list[Chain], loads: Sequence[View], store: View) -> tuple[Chain, list[Chain]]:
         """The chain that takes a new entry with these walks, and chains that cannot and are completed."""
-        numel = walks[-1].numel
-        own = [cuts_of(view) for view in walks]
+        own = [cuts_of(view) for view in (*loads, store)]
         done: list[Chain] = []
         chosen: Chain | None = None
         for chain in sorted(joined, key=lambda each: -len(each.entries)):
             cuts = merged(chain.cuts, *own, *([chosen.cuts] if chosen else []))
             size = len(chain.entries) + (len(chosen.entries) if chosen else 0)
-            touched = len(chain.tensors() | (chosen.tensors() if chosen else set())) + tensors
-            if cuts is None or size >= MAX_ENTRIES or touched > MAX_TENSORS:
+            read = {*loads, *chain.loads(), *(chosen.loads() if chosen else ())}
+            if cuts is None or size >= MAX_ENTRIES or len(read) > MAX_LOADS:
                 self._forget(chain)
                 done.append(chain)
             elif chosen is None:
@@ -238,7 +236,7 @@ class Chains:
                 self._merge(chosen, chain, cuts)
         if chosen is None:
             cuts = merged(*own)
-            chosen = Chain(numel, cuts if cuts is not None else (numel,))
+            chosen = Chain(store.numel, cuts if cuts is not None else (store.numel,))
         return chosen, done
 
     def _merge(self, chosen: Chain, chain: Chain, cuts: tuple[int, ...]) -> None:

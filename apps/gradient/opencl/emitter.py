@@ -122,6 +122,7 @@ class Emitter:
         split: int | None = None,
         flops: int = 0,
         nbytes: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """Remember a launch of `kernel` in `kernels/<file>`.
 
@@ -148,6 +149,7 @@ class Emitter:
             flops=flops,
             nbytes=moved if nbytes is None else nbytes,
             node=self.node,
+            in_place=in_place,
         )
         read, written = launch.storages()
         self._complete(sorted(read | written, key=lambda storage: storage.number))
@@ -169,11 +171,10 @@ class Emitter:
         kept: list[Launch | chain_text.Kernel] = []
         for item in reversed(self._items):
             if isinstance(item, Chain):
-                reads = chain_text.reads_of(item, needed)
-                kernel = chain_text.kernel_of(item, needed, self.device)
-                if kernel is not None:
-                    kept.append(kernel)
-                    needed |= reads
+                kernels = chain_text.kernels_of(item, needed, self.device)
+                if kernels:
+                    kept += kernels[::-1]
+                    needed |= chain_text.reads_of(item, needed)
                 continue
             read, written = item.storages()
             if needed & {storage.number for storage in written}:

@@ -35,9 +35,8 @@ def _along(emit: Emitter, kernel: str, tensors: Sequence[View], sizes: tuple[int
     flops = EXPONENTIAL * tensors[-1].numel
     if inner == 1:
         width = vector_width(device, length if outer > 1 else 0, *offsets)
-        launch_rows(
-            emit, "softmax.cl", kernel, (outer,), length, width, [*arguments, outer, length], defines, flops=flops
-        )
+        arguments += [outer, length]
+        launch_rows(emit, "softmax.cl", kernel, (outer,), length, width, arguments, defines, flops=flops, in_place=True)
         return
     width = column_width(device, inner, *offsets)
     defines.update({"VW": width, "RECOMPUTE": int(device.group_form)})
@@ -49,6 +48,7 @@ def _along(emit: Emitter, kernel: str, tensors: Sequence[View], sizes: tuple[int
         [*arguments, inner, length, outer],
         defines,
         flops=flops,
+        in_place=True,
     )
 
 

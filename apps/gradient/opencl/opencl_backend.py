@@ -32,6 +32,7 @@ from apps.gradient.opencl.emitter import Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.plan import make_plan
 from apps.gradient.opencl.programs import Programs, keep_drivers_in
+from apps.gradient.opencl.recompute import recomputed
 from apps.gradient.opencl.runtime import DeviceTensor, Pool, PreparedPlan, download, upload
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType
@@ -40,6 +41,9 @@ Array = np.ndarray[Any, Any]
 
 CACHE_FOLDER = "opencl_cache"  # in the project's folder on a volunteer's computer; docs/volunteer.md names it
 
+LARGE_SHARE = 0.25  # of the device's memory: where passing values take more, cheap ones are not kept
+
+_CHEAP = frozenset(elementwise.OPS)
 _FAMILIES: Mapping[str, Lower] = {
     **movement.OPS,
     **indexing.OPS,
@@ -61,8 +65,13 @@ class OpenclProgram:
     """A planned graph on a device."""
 
     def __init__(self, graph: Graph, backend: OpenclBackend, verify: bool, consume: AbstractSet[str]) -> None:
-        self.graph, self._backend, self._verify = graph, backend, verify
+        self._backend, self._verify = backend, verify
         self.plan = make_plan(graph, backend.facts, backend.ops, consume)
+        if self.plan.arena_bytes > LARGE_SHARE * backend.facts.global_memory:
+            leaner = recomputed(graph, _CHEAP, self.plan.arena_bytes // 1000)
+            other = make_plan(leaner, backend.facts, backend.ops, consume)
+            self.plan = min(self.plan, other, key=lambda plan: plan.arena_bytes)
+        self.graph = self.plan.graph
         self._prepared = PreparedPlan(self.plan, backend.pool, backend.programs)
 
     def run(

@@ -21,7 +21,7 @@ from apps.gradient.opencl.chains import is_whole
 from apps.gradient.opencl.emitter import Emitter, Lower
 from apps.gradient.opencl.facts import DeviceFacts
 from apps.gradient.opencl.memory import DoesNotFit, Layout, Life, lay_out
-from apps.gradient.opencl.values import Fault, Launch, Read, Storage, View, Write, whole
+from apps.gradient.opencl.values import Fault, Launch, Read, Storage, View, Write
 from boinc_project.contract.errors import TooLittleMemory
 from boinc_project.contract.graph import Graph
 
@@ -82,6 +82,7 @@ def make_plan(graph: Graph, facts: DeviceFacts, ops: Mapping[str, Lower], consum
     launches, outputs, taken = _take_inputs(graph, launches, inputs, outputs, consume)
     kept = {view.storage.number for view in inputs} | set(emit.constants)
     kept |= {each for each in outputs.values() if isinstance(each, int)}
+    launches = _reuse(launches, kept)
     used = {storage.number for launch in launches for side in launch.storages() for storage in side}
     try:
         layout = lay_out(_lives(launches, kept), facts.max_allocation)
@@ -160,7 +161,7 @@ def _take_inputs(
         launch = launches[writers[0]]
         reads = [a.view for a in launch.arguments if isinstance(a, Read) and a.view.storage == view.storage]
         writes = [a.view for a in launch.arguments if isinstance(a, Write) and a.view.storage.number == made]
-        alike = bool(launch.source.text) and all(is_whole(v) for v in (*reads, *writes)) and len(writes) == 1
+        alike = launch.in_place and all(is_whole(v) for v in (*reads, *writes)) and len(writes) == 1
         if alike and writes[0].storage.dtype == view.dtype and last_read.get(made, -1) < 0:
             replaced[writes[0].storage] = view.storage
             outputs[each.name] = view.storage.number
@@ -168,10 +169,41 @@ def _take_inputs(
     return [_renamed(launch, replaced) for launch in launches], outputs, taken
 
 
+def _reuse(launches: list[Launch], kept: AbstractSet[int]) -> list[Launch]:
+    """Let a passing value take the memory of one that the launch which makes it reads for the last time."""
+    first: dict[Storage, int] = {}
+    last: dict[Storage, int] = {}
+    for index, launch in enumerate(launches):
+        read, written = launch.storages()
+        for storage in read | written:
+            first.setdefault(storage, index)
+            last[storage] = index
+    replaced: dict[Storage, Storage] = {}
+    for index, launch in enumerate(launches):
+        if not launch.in_place:
+            continue
+        views: dict[Storage, list[View]] = {}
+        for argument in launch.arguments:
+            if isinstance(argument, (Read, Write)) and argument.view.storage.number not in kept:
+                views.setdefault(argument.view.storage, []).append(argument.view)
+        whole_ones = [storage for storage, walks in views.items() if all(map(is_whole, walks))]
+        read, written = launch.storages()
+        free = [storage for storage in whole_ones if storage not in written and last[storage] == index]
+        for target in whole_ones:
+            if target not in written or target in read or first[target] != index:
+                continue
+            for source in free:
+                if (source.dtype, source.elements) == (target.dtype, target.elements):
+                    replaced[target] = replaced.get(source, source)
+                    free.remove(source)
+                    break
+    return [_renamed(launch, replaced) for launch in launches]
+
+
 def _renamed(launch: Launch, replaced: Mapping[Storage, Storage]) -> Launch:
     def other(argument: Any) -> Any:
         if isinstance(argument, (Read, Write)) and argument.view.storage in replaced:
-            return replace(argument, view=whole(replaced[argument.view.storage], argument.view.shape))
+            return replace(argument, view=replace(argument.view, storage=replaced[argument.view.storage]))
         return argument
 
     return replace(launch, arguments=tuple(map(other, launch.arguments)))

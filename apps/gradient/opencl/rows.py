@@ -83,6 +83,7 @@ def launch_items(
     uncut: int = 0,
     flops: int = 0,
     nbytes: int | None = None,
+    in_place: bool = False,
 ) -> None:
     """A launch of items that do not work together. The first `uncut` dimensions must not be cut into pieces."""
     if 0 in sizes:
@@ -90,7 +91,16 @@ def launch_items(
     local = plain_range(emit.device, sizes)
     split = _split_axis(sizes, local, uncut)
     emit.launch(
-        file, kernel, sizes, arguments, defines=defines, local_size=local, split=split, flops=flops, nbytes=nbytes
+        file,
+        kernel,
+        sizes,
+        arguments,
+        defines=defines,
+        local_size=local,
+        split=split,
+        flops=flops,
+        nbytes=nbytes,
+        in_place=in_place,
     )
 
 
@@ -105,6 +115,7 @@ def launch_rows(
     defines: Mapping[str, Define] | None = None,
     *,
     flops: int,
+    in_place: bool = False,
 ) -> None:
     """A launch of `<kernel>_item` or `<kernel>_group` on rows of `length` elements, `width` at a time.
 
@@ -129,6 +140,7 @@ def launch_rows(
         local_size=local,
         split=_split_axis(sizes, local),
         flops=flops,
+        in_place=in_place,
     )
 
 

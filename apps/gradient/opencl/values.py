@@ -117,6 +117,8 @@ class Launch:
 
     `split` names a dimension along which the launch may be cut into pieces, each with its own global offset:
     the kernel must find its place there by get_global_id alone. `flops` and `nbytes` are estimates of its work.
+    `in_place`: what it writes may lie where a dense tensor of that size lies that it reads, because an element is
+    read for the last time before the same item, or one that waits for it, writes the element at its place.
     """
 
     source: Source
@@ -129,6 +131,7 @@ class Launch:
     flops: int
     nbytes: int
     node: int
+    in_place: bool = False
 
     def storages(self) -> tuple[set[Storage], set[Storage]]:
         """What it reads, what it writes."""
