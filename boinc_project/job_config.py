@@ -278,6 +278,11 @@ class WorkunitSection:
     max_success_results: int = _key(_integer(1, 20, 6), "successes without agreement after which it fails", default=6)
     delay_bound_s: int = _key(_integer(60, MAX_SECONDS, 86400), "deadline of a copy, seconds", default=86400)
     priority: int = _key(_integer(-1000, 1000, 0), "BOINC's priority of the workunit", default=0)
+    program_disk_mb: int = _key(
+        _integer(300, 100_000, 500),
+        "disk that the volunteers' program may take, MB; a host without it gets no task",
+        default=500,
+    )
     tolerance: float = _key(
         _number(0, 0.1, 1e-3),
         "relative L2 distance within which copies agree; 0: 1e-4 for sync, 1e-3 for diloco",

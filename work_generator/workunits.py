@@ -39,7 +39,6 @@ STARTUP_FLOPS = 1e10  # unpacking and importing: two to three seconds of a 4 GFL
 LEAST_FPOPS_BOUND = 3e18  # 50 minutes for a host that claims 1 PFLOPS
 FPOPS_BOUND_RATIO = 1000.0
 PROGRAM_MEMORY_BYTES = 250e6
-PROGRAM_DISK_BYTES = 500e6
 MEMORY_MARGIN = 1.5
 STICKY_LIFETIME_S = 14 * 86400  # data and graphs stay that long on a client that gets no more work of the job
 
@@ -144,6 +143,7 @@ class Forms:
         """The XML of a workunit with these shared inputs, its microtask's file being left blank."""
         facts, unit = self._facts, self._config.workunit
         inputs = sum(file.size for file in content.files.values()) + MAX_MICROTASK_BYTES
+        disk = 1e6 * unit.program_disk_mb + inputs + 3 * facts.memory_bytes + 2 * facts.max_update_bytes
         estimate = facts.step_flops * content.microtask.steps + STARTUP_FLOPS
         references = [
             templates.InputReference(
@@ -161,7 +161,7 @@ class Forms:
             rsc_fpops_est=estimate,
             rsc_fpops_bound=max(FPOPS_BOUND_RATIO * estimate, LEAST_FPOPS_BOUND),
             rsc_memory_bound=MEMORY_MARGIN * (facts.memory_bytes + PROGRAM_MEMORY_BYTES),
-            rsc_disk_bound=PROGRAM_DISK_BYTES + inputs + 3 * facts.memory_bytes + 2 * facts.max_update_bytes,
+            rsc_disk_bound=disk,
             delay_bound=unit.delay_bound_s,
             min_quorum=unit.min_quorum,
             target_nresults=unit.target_nresults,

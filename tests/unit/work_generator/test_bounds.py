@@ -27,18 +27,20 @@ def project() -> Iterator[TinyProject]:
         yield made
 
 
-def row_of(project: TinyProject, **facts: float) -> dict[str, Any]:
+def row_of(project: TinyProject, program_disk_mb: int = 500, **facts: float) -> dict[str, Any]:
     """The workunit row of slot 0 if the job's facts were these."""
     job = project.job
+    workunit_section = dataclasses.replace(job.config.workunit, program_disk_mb=program_disk_mb)
+    config = dataclasses.replace(job.config, workunit=workunit_section)
     changed: JobFacts = dataclasses.replace(
         job.facts, **{name: type(getattr(job.facts, name))(value) for name, value in facts.items()}
     )
     state = Published("gt_tiny_state", "0" * 64, "0" * 32, 1000)
-    content = make_content(job.config, changed, 0, 0, state)
+    content = make_content(config, changed, 0, 0, state)
     document = PublishedFile(
         name="m.json", url="http://h.x/m.json?a&b", md5="0" * 32, nbytes=500, path=project.tree.project_dir / "m.json"
     )
-    return Forms(project.tree, job.config, changed, 1).row(content, document, name="gt_w", now=1_700_000_000)
+    return Forms(project.tree, config, changed, 1).row(content, document, name="gt_w", now=1_700_000_000)
 
 
 def test_the_address_of_every_file_is_escaped(project: TinyProject) -> None:
@@ -61,6 +63,11 @@ def test_memory_and_disk_leave_half_as_much_again(project: TinyProject, memory: 
     assert row["rsc_memory_bound"] >= 1.5 * (memory + PROGRAM_PEAK_BYTES)
     checkpoints_and_output = 2 * memory + memory // 4
     assert row["rsc_disk_bound"] >= 1.5 * checkpoints_and_output
+
+
+def test_a_larger_program_is_given_more_disk(project: TinyProject) -> None:
+    usual, large = (row_of(project, program_disk_mb=megabytes)["rsc_disk_bound"] for megabytes in (500, 3000))
+    assert large - usual == 2.5e9
 
 
 def test_numbers_of_any_size_are_written_so_that_boinc_reads_them_back(project: TinyProject) -> None:
