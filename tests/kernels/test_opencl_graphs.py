@@ -110,7 +110,7 @@ def change_of_twenty_steps(backend: Backend, exported: ExportedJob, inputs: dict
     return {n: backend.to_numpy(t) - inputs[n] for n, t in values.items() if n.startswith("parameter/")}
 
 
-@pytest.mark.parametrize("device", ["pocl", "pocl_gpu"])
+@pytest.mark.parametrize("device", [pytest.param("pocl", marks=pytest.mark.long), "pocl_gpu"])
 def test_twenty_steps_of_adamw_stay_with_the_numpy_backend(device: str) -> None:
     job, exported = example("gpt_chars")
     batch = sample_batch(job.data["train"], job.config.data.batch_size)
