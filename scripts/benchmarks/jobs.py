@@ -25,6 +25,7 @@ from boinc_project.contract.microtask import Microtask
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import write_update
 from boinc_project.daemon import Options, Stopper
+from boinc_project.daemon_start import heartbeat_name
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job, gt_microtask
 from boinc_project.processes import Processes
@@ -257,14 +258,24 @@ def project_on_mariadb(folder: Path) -> Iterator[BenchProject]:
 
 
 @contextlib.contextmanager
-def daemon(project: BenchProject, module: str, sleep_interval: float = 0.02) -> Iterator[psutil.Process]:
-    """One of our daemons as a process of its own, after a first pass that found nothing to do."""
+def daemon(
+    project: BenchProject, module: str, sleep_interval: float = 0.02, instances: int = 1
+) -> Iterator[psutil.Process]:
+    """One of our daemons as a process of its own, after a first pass that found nothing to do; the first process of
+    several, which share the work by `--mod`."""
     processes = Processes(project.tree.project_dir)
     command = [sys.executable, "-m", module, "--app", APP, "-d", "2", "--sleep_interval", str(sleep_interval)]
-    processes.add(module, command)
+    names = [module, *(f"{module}_{number}" for number in range(1, instances))]
+    hearts = []
+    for number, name in enumerate(names):
+        mod = (instances, number) if instances > 1 else None
+        processes.add(name, [*command, "--mod", *map(str, mod)] if mod else command)
+        hearts.append(heartbeat_name(module, Options(app=APP, mod=mod)))
+    start = time.time()
     processes.start()
     try:
-        wait_until(lambda: _beats(project, module), f"{module} does not start: see {processes.log_path(module)}")
+        for name, heart in zip(names, hearts, strict=True):
+            _wait_for_beat(project, heart, start, f"{name} does not start: see {processes.log_path(name)}")
         pid = processes.pid(module)
         assert pid is not None
         yield psutil.Process(pid)
@@ -272,9 +283,12 @@ def daemon(project: BenchProject, module: str, sleep_interval: float = 0.02) -> 
         processes.stop()
 
 
-def _beats(project: BenchProject, name: str) -> bool:
-    with project.db.read() as connection:
-        return any(row["daemon"] == name for row in store.heartbeats(connection))
+def _wait_for_beat(project: BenchProject, heart: str, start: float, complaint: str) -> None:
+    def beats() -> bool:
+        with project.db.read() as connection:
+            return any(row["daemon"] == heart and row["time"] > start for row in store.heartbeats(connection))
+
+    wait_until(beats, complaint)
 
 
 def wait_until(condition: Callable[[], bool], complaint: str, patience_s: float = PATIENCE_S) -> None:

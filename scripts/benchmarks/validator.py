@@ -1,7 +1,8 @@
-"""Workunits judged per second by the validator daemon, one process, on MariaDB with a durable commit.
+"""Workunits judged per second by the validator daemon on MariaDB with a durable commit: by one process, and by two.
 
 small     5,000 workunits with two results of about 1 KiB each, full bookkeeping: results, workunits, hosts, users,
           teams, host versions, app version, trust.
+          Then as many again by two daemons that share them (`--mod 2 0` and `--mod 2 1`).
 grad300k  workunits with two int8 gradients of 300,000 parameters, read, checked, decoded and compared.
 
 The two copies of a workunit come from different rounding, so their files differ and their distance is computed.
@@ -51,11 +52,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """small_wu_per_s and grad300k_wu_per_s (medians), statements_per_wu (of the small ones)."""
+    """small_wu_per_s (one daemon, and two), grad300k_wu_per_s (medians), statements_per_wu (small, one daemon)."""
     with scratch("validator") as folder, project_on_mariadb(folder) as project:
         print(f"one durable 4 KB write takes {1000 * commit_latency(folder):.2f} ms here (median)")
         _add_volunteers(project)
-        small = _reported(project, folder, "small", SMALL_WIDTH, SMALL_LAYERS, options.small * options.repeats + 1)
+        small = _reported(project, folder, "small", SMALL_WIDTH, SMALL_LAYERS, 2 * options.small * options.repeats + 1)
         large = _reported(project, folder, "large", LARGE_WIDTH, LARGE_LAYERS, options.large * options.repeats + 1)
         print(f"{len(small)} small and {len(large)} large workunits with two results each are there", flush=True)
         with daemon(project, "validator"), _administrator(project) as administrator:
@@ -70,9 +71,17 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
                 for n in range(options.repeats)
             ]
             print(f"300,000 parameters: {shown(rates, 'workunits/s')}", flush=True)
+        rest = small[options.repeats * options.small :]
+        with daemon(project, "validator", instances=2), _administrator(project) as administrator:
+            shared = [
+                _judge(project, administrator, rest[n * options.small : (n + 1) * options.small])[0]
+                for n in range(options.repeats)
+            ]
+            print(f"small, two validators by --mod: {shown(shared, 'workunits/s')}", flush=True)
         _check(project, options)
     return {
         "small_wu_per_s": statistics.median(counts),
+        "small_wu_per_s_of_two": statistics.median(shared),
         "statements_per_wu": statistics.median(statements),
         "grad300k_wu_per_s": statistics.median(rates),
     }
@@ -183,7 +192,7 @@ def _check(project: BenchProject, options: argparse.Namespace) -> None:
         found = {int(state): int(count) for state, count in states}
         granted = float(connection.scalar(sa.select(sa.func.sum(table.c.granted_credit))) or 0)
         owned = float(connection.scalar(sa.select(sa.func.sum(database.user.c.total_credit))) or 0)
-    expected = 2 * ((options.small + options.large) * options.repeats + 2)
+    expected = 2 * ((2 * options.small + options.large) * options.repeats + 2)
     if found != {int(ValidateState.VALID): expected} or abs(granted - owned) > 1e-6 * granted:
         raise BenchmarkFailed(
             f"results by state {found} instead of {expected} valid ones; {granted} and {owned} credits"
