@@ -214,7 +214,7 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
 #endif
 #if EDGE
     const int rows = min(M - row, TM), stop_column = min(N - column + lag, TN);
-    const int inside = rows == TM && lag == 0 && stop_column == TN;
+    const int inside = (rows == TM) & (lag == 0) & (stop_column == TN);
 #else
     const int inside = 1;
 #endif
