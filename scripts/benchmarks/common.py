@@ -27,6 +27,10 @@ class BenchmarkFailed(RuntimeError):
     """The measurement means nothing; the message says why."""
 
 
+class BenchmarkSkipped(RuntimeError):
+    """What is to be compared with is not there; the message says what and why."""
+
+
 def machine(moment: str) -> str:
     """One line: processors and the load that other programs put on them."""
     loads = ", ".join(f"{load:.2f}" for load in os.getloadavg())

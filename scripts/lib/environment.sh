@@ -2,6 +2,7 @@
 #
 #   need_packages PACKAGE...   install what is missing, without starting any system service
 #   need_environment EXTRAS    make or refresh .venv from constraints.txt
+#   need_peer NAME VERSION     a package to compare with, into .cache/peers, without what it depends on
 #
 # Nothing outside the repository is changed except that Debian packages are installed.
 
@@ -81,6 +82,14 @@ need_environment() {
         --constraint "$repository/constraints.txt" --editable "$repository[$extras]" >&2 ||
         fail "The Python packages could not be installed; see the messages above."
     printf '%s %s\n' "$wanted" "$(tr ',' '\n' <<<"$extras" | sort -u | paste -sd,)" >"$stamp"
+}
+
+need_peer() {
+    local folder="$repository/.cache/peers"
+    [ -d "$folder/$1-$2.dist-info" ] && return 0
+    say "Installing $1 $2 into $folder"
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+        --target "$folder" "$1==$2" >&2
 }
 
 # Whether the comma-separated list $1 holds every entry of the list $2.

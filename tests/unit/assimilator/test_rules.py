@@ -209,6 +209,7 @@ matrices = st.integers(1, 9).flatmap(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(matrices, st.randoms())
 def test_slots_matter_only_to_equal_scores_and_last_bits(numbers: list[list[int]], random: Any) -> None:
     x = np.array(numbers, np.float32)
@@ -220,6 +221,7 @@ def test_slots_matter_only_to_equal_scores_and_last_bits(numbers: list[list[int]
         np.testing.assert_allclose(aggregated(rule, x), aggregated(rule, shuffled), rtol=2e-5, atol=1e-4)
 
 
+@settings(deadline=None, max_examples=60)
 @given(matrices, st.integers(-60, 60))
 def test_rows_times_a_power_of_two_give_the_result_times_it_bit_for_bit(numbers: list[list[int]], power: int) -> None:
     x, factor = np.array(numbers, np.float32), 2.0**power
@@ -234,6 +236,7 @@ def test_rows_times_a_power_of_two_give_the_result_times_it_bit_for_bit(numbers:
             assert aggregated(scaled, x * np.float32(factor), weights, mixing).tobytes() == expected.tobytes()
 
 
+@settings(deadline=None, max_examples=60)
 @given(matrices, st.integers(-100, 100))
 def test_rows_moved_by_a_vector_give_the_result_moved_by_it(numbers: list[list[int]], offset: int) -> None:
     x = np.array(numbers, np.float32)
@@ -244,6 +247,7 @@ def test_rows_moved_by_a_vector_give_the_result_moved_by_it(numbers: list[list[i
         np.testing.assert_allclose(found, aggregated(rule, x, None, None, zero) + offset, rtol=1e-5, atol=3e-4)
 
 
+@settings(deadline=None, max_examples=60)
 @given(matrices)
 def test_no_combination_leaves_the_range_of_the_rows(numbers: list[list[int]]) -> None:
     x = np.array(numbers, np.float32)
