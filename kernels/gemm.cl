@@ -60,6 +60,14 @@
 #define VSTORE JOIN(vstore, VW)
 #define TN (NV * VW)
 
+/* On CPUs places need not be widened to addresses in each step, and a turn of the loop is four steps of k: what is not
+   a multiply-add takes its share of a core that two threads may have to share. */
+#if VW == 4
+#define PLACE int
+#else
+#define PLACE long
+#endif
+
 /* Not mad(): PoCL makes two instructions of mad() and one of this; the r600 makes one of either. */
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 
@@ -137,8 +145,12 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
             sum[i][j] = (VEC)(0.0f);
     }
 
+#if VW == 4
 #pragma unroll 1
-    for (int k = first; k < stop; k++) {
+#else
+#pragma unroll 4
+#endif
+    for (PLACE k = first; k < stop; k++) {
         VEC right[NV];
 #pragma unroll
         for (int j = 0; j < NV; j++)
