@@ -75,6 +75,7 @@ def aggregate(rule: Rule, rows: Rows, mixing: Mixing | None = None, previous: Ar
     if mixing is not None:
         mixed[:n, :n] = mixing.matrix(gram[:n, :n], weights)
         gram = product(product(mixed, gram), mixed.T)
+        np.fill_diagonal(gram, np.maximum(np.diagonal(gram), 0.0))  # rows that cancel out: zero but for rounding
     result = np.zeros(rows.size, np.float32)
     if isinstance(rule, LinearRule):
         coefficients = product(rule.coefficients(gram, weights)[None, :], mixed)[0]

@@ -331,6 +331,12 @@ def test_rows_of_zeros_give_zeros(name: str) -> None:
         assert not aggregated(PAIRS[name][0], np.zeros((n, 7))).any()
 
 
+def test_rows_that_cancel_out_when_mixed_have_the_norm_zero() -> None:
+    x = [[-100.0], [-48.0], [34.0], [36.0], [36.0], [-48.0], [34.0]]
+    for rule, _ in PAIRS.values():
+        assert abs(aggregated(rule, x, 1.0 + np.arange(7), NearestNeighbourMixing(1))[0]) < 100
+
+
 def test_if_half_of_the_rows_are_zeros_the_bound_is_zero() -> None:
     assert not aggregated(NormBound(), [[0.0], [0.0], [1.0], [2.0]]).any()
 
