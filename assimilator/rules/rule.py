@@ -4,12 +4,12 @@ coordinatewise   every column by itself: block [n, width] -> [width]; one pass o
 linear           sum_i c_i x_i + c_n previous, c from the Gram matrix; two passes: Gram matrix, weighted sum
 mixing           a pre-step: the rows are replaced by the rows of M X; M follows from the Gram matrix as well
 
-Rows of weight 0 are left out before anything else. A rule that sets itself against f bad rows counts every other row
-once, whatever its weight: a host that was given more samples must not have more votes. Weights are what
-the rows that are kept are averaged by.
+Rows of weight 0 are left out before anything else. Where a rule ranks, selects or takes a median, every row that is
+left counts once, whatever its weight: a host that was given more samples must not have more votes. Weights are what
+rows are averaged by.
 
 The result is the same bit for bit whatever order the contributions arrived in, on any processor: rows are in slot
-order, every sum has one order, float64 sums are rounded to float32 once.
+order, every sum has one order, float64 sums are rounded to float32 once (and mixed rows before they are ranked).
 """
 
 from __future__ import annotations
