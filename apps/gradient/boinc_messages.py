@@ -20,6 +20,8 @@ LOCK_FILE = "boinc_lockfile"
 FINISH_FILE = "boinc_finish_called"
 TEMPORARY_EXIT_FILE = "boinc_temporary_exit"
 
+DRIVER_CACHE = "opencl_cache/drivers"  # what OpenCL drivers keep, in the project's folder
+
 CHANNEL_BYTES = 1024  # byte 0 is the "full" flag, then NUL-terminated text
 CHANNELS = (
     "process_control_request",

@@ -29,15 +29,18 @@ import contextlib
 import math
 import mmap
 import os
+import shutil
 import signal
 import struct
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable, NoReturn, Protocol
 
 from apps.gradient.boinc_messages import (
+    DRIVER_CACHE,
     FINISH_FILE,
     LOCK_FILE,
     TEMPORARY_EXIT_FILE,
@@ -487,9 +490,17 @@ class Supervisor:
             if number == signal.SIGKILL or number in POLITE_SIGNALS:
                 why = " (most likely for lack of memory)" if number == signal.SIGKILL else ""
                 self._temporary_exit(self._timing.killed_delay, f"the computing process was killed by {name}{why}")
+            self._empty_driver_cache()
             self._finish(EXIT_CRASHED, f"the computing process crashed with {name}")
         code = os.WEXITSTATUS(status)
         self._finish(code or EXIT_BUG, f"the computing process ended unannounced with status {code}")
+
+    def _empty_driver_cache(self) -> None:
+        """What OpenCL drivers keep may be damaged (by a power cut, say), and would crash the next task as well."""
+        folder = Path(self._init.project_dir) / DRIVER_CACHE
+        if self._init.project_dir and folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            self._log(f"emptied {folder}, in case a driver crashed over what it keeps there")
 
     def _finish(self, status: int, text: str) -> NoReturn:
         """boinc_finish: final status read by the client, then the marker, then gone at once."""

@@ -111,6 +111,11 @@ def demo(output: Path, job_toml: Path, clients: str, backend: str, minutes: floa
         kind = "stock" if stock_client_available() else "scripted"
         if kind == "scripted":
             console.print("The stock BOINC client is not installed: two scripted volunteers do its work.")
+    if minutes <= 0:
+        raise Mistake("--minutes must be above 0: a version takes a minute or two")
+    from work_generator.job import Job
+
+    Job.load(job_toml)  # a wrong job must not cost the results of an earlier demo
     plan = Plan(fresh_folder(output), job_toml, kind, minutes, backend)
     with stop_on_signals() as stopping:
         run_demo(plan, console, stopping)

@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from boinc_project import store
-from boinc_project.app_versions import add_app, update_versions
+from boinc_project.app_versions import AppVersionFolder, add_app, update_versions
 from boinc_project.cli.errors import Mistake
 from boinc_project.config import find_project_dir
 from boinc_project.processes import Processes, daemon_commands, only_starter, refuse_second_starter
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import ProjectLock
+from boinc_project.server.versions import read_plan_classes
 from boinc_project.standard import plan_classes
 from boinc_project.standard.install import is_standard
 from boinc_project.standard.plan_classes import processor_of
@@ -313,6 +314,8 @@ def build_app(
     app_name = app_of(tree, app_name)
     console = Console(stderr=True)
     standard = is_standard(tree.config)
+    for name in hosts:
+        check_plan_class(tree, name)
     program = Program(backend, hosts or classes_of(backend))
     folders = build_and_publish(
         tree, version, cache, console, publish=not (no_publish or standard), app_name=app_name, program=program
@@ -338,6 +341,35 @@ def classes_of(backend: str) -> tuple[str, ...]:
     if backend == "torch":
         return ("cuda_gt",)
     return tuple(each.name for each in plan_classes.CLASSES if each.name.startswith(f"{backend}_"))
+
+
+def _tell(console: Console, made: Sequence[Path], published: Sequence[AppVersionFolder]) -> None:
+    """Say what volunteers get from now on: as update_versions does, everything that lay under apps/ unpublished."""
+    for each in published:
+        number = f"{each.version_num // 100}.{each.version_num % 100:02d}"
+        hosts = f" ({each.plan_class})" if each.plan_class else ""
+        console.print(
+            f"Published: {each.app_name} {number} for {each.platform}{hosts}", highlight=False, soft_wrap=True
+        )
+    folders = {each.folder for each in published}
+    for folder in made:
+        if folder not in folders:
+            console.print(f"{folder} was published before; nothing changed.", highlight=False, soft_wrap=True)
+
+
+def check_plan_class(tree: ProjectTree, name: str) -> None:
+    """Refuse a plan class that nothing defines: no host of a standard server would get such a version."""
+    known = {each.name for each in plan_classes.CLASSES}
+    specification = tree.project_dir / "plan_class_spec.xml"
+    try:
+        known |= set(read_plan_classes(specification))
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    if name not in known:
+        raise Mistake(
+            f"there is no plan class {name!r}; choose one of {', '.join(sorted(known))}, "
+            f"or define it in {specification}"
+        )
 
 
 def app_of(tree: ProjectTree, app_name: str | None) -> str:
@@ -384,5 +416,6 @@ def build_and_publish(
             specification.write_text(plan_classes.specification(), encoding="ascii")
         with tree.database() as database:
             add_app(database, app_name, APP_TITLE)
-            update_versions(tree, database)
+            published = update_versions(tree, database)
+        _tell(console, [each.folder for each in made], published)
     return [each.folder for each in made]

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from apps.gradient.boinc_messages import DRIVER_CACHE
 from tests.mini_client import AUTHENTICATOR, MiniClient, session_members, spawn_client, wait_for
 
 WORKER = Path(__file__).with_name("lifecycle_worker.py")
@@ -100,6 +101,19 @@ def test_every_failure_leaves_a_marker_with_its_status(start: Start, options: li
     assert client.wait() == status
     assert client.finish_status() == status
     assert f"called boinc_finish({status})" in client.stderr()
+
+
+@pytest.mark.parametrize(("end", "kept"), [("segv", False), ("early-exception", True), ("killed", True)])
+def test_only_a_crash_empties_what_opencl_drivers_keep(start: Start, tmp_path: Path, end: str, kept: bool) -> None:
+    damaged = tmp_path / "projects" / "example.org_train" / DRIVER_CACHE / "AB" / "program.so"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"")
+    beside = damaged.parents[2] / "builds.bin"
+    beside.write_bytes(b"ours")
+    client = start("--end", end)
+    client.wait()
+    assert damaged.exists() == kept and beside.exists()
+    assert ("emptied" in client.stderr()) != kept
 
 
 def test_an_unexpected_exception_leaves_its_traceback_and_no_secret(start: Start) -> None:

@@ -23,6 +23,7 @@ import sqlalchemy as sa
 from click.testing import CliRunner, Result
 
 from boinc_project.app_versions import update_versions
+from boinc_project.cli.demo import MARKER
 from boinc_project.cli.main import main
 from boinc_project.contract.opset import OPSET
 from boinc_project.database import app_version
@@ -161,6 +162,31 @@ def test_demo_does_not_empty_a_folder_of_somebody_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     mistake(boinc_train("demo", "--output", tmp_path), "not from an earlier demo")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(("options", "words"), [(["--job", "nowhere"], "no job file"), (["--minutes", "0"], "minutes")])
+def test_a_mistyped_demo_costs_nothing_of_an_earlier_one(tmp_path: Path, options: list[str], words: str) -> None:
+    output = tmp_path / "demo"
+    output.mkdir()
+    (output / MARKER).touch()
+    (output / "weights.safetensors").write_text("of an earlier demo")
+    mistake(boinc_train("demo", "--output", output, "--clients", "scripted", *options), words)
+    assert (output / "weights.safetensors").read_text() == "of an earlier demo"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "opencl_nvida_gt"])
+def test_a_plan_class_that_nothing_defines_is_refused_before_anything_is_built(project: TinyProject, name: str) -> None:
+    found = boinc_train("build-app", "--project", project.tree.project_dir, "--plan-class", name)
+    mistake(found, f"no plan class '{name}'", "opencl_nvidia_gt")
+
+
+def test_a_target_that_no_evaluation_tells_is_refused(project: TinyProject, job_folder: Path) -> None:
+    edit(
+        job_folder / "job.toml",
+        "evaluate_every = 0",
+        'evaluate_every = 1\ntarget_metric = "recall"\ntarget_value = 0.9',
+    )
+    mistake(create(project, job_folder), 'target_metric "recall"', "accuracy", "loss")
 
 
 def test_two_servers_on_one_database_name_the_first_one(project: TinyProject) -> None:

@@ -71,6 +71,18 @@ class ExportedJob:
     notes: tuple[str, ...]
 
 
+def _check_target(target: str | None, evaluation: Graph) -> None:
+    """Refuse a target that no evaluation would ever tell."""
+    prefix = "metric/"
+    names = [each.name[len(prefix) :] for each in evaluation.outputs if each.name.startswith(prefix)]
+    if target is not None and target not in names:
+        known = ", ".join(name for name in names if name != "weight")
+        raise ExportError(
+            f'target_metric "{target}" in [train] is not among what the job tells of a version: {known}; '
+            "use one of these, or return it from the metrics function"
+        )
+
+
 def export_job(job: Job) -> ExportedJob:
     """Trace the job's model and translate it into the opset.
 
@@ -84,6 +96,7 @@ def export_job(job: Job) -> ExportedJob:
         gradient = export_gradient(job.model, job.loss, batch, job.folder)
         changing = {each.name for each in gradient.graph.inputs_of_kind("buffer")}
         evaluation = export_evaluation(job.model, job.loss, job.metrics, evaluation_batch, job.folder, changing)
+        _check_target(config.train.target_metric, evaluation.graph)
         trained, _ = split_parameters(job.model)
         buffers = {f"buffer/{name}": b for name, b in job.model.named_buffers()}
         tensors = {f"parameter/{name}": p for name, p in trained.items()}

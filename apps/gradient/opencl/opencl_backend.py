@@ -12,7 +12,7 @@ import numpy as np
 import pyopencl as cl
 
 from apps.gradient.backends.backend import Program
-from apps.gradient.boinc_messages import InitData
+from apps.gradient.boinc_messages import DRIVER_CACHE, InitData
 from apps.gradient.opencl import (
     convolution,
     elementwise,
@@ -156,6 +156,6 @@ def open_backend(threads: int, device: str | InitData | None) -> OpenclBackend:
         return OpenclBackend(found.handle, devices.facts(found))
     cache = Path(device.project_dir) / CACHE_FOLDER if device.project_dir else None
     if cache is not None:
-        keep_drivers_in(cache / "drivers")
+        keep_drivers_in(Path(device.project_dir) / DRIVER_CACHE)
     found = devices.choose(devices.find_devices(), devices.request_of_task(device))
     return OpenclBackend(found.handle, devices.facts(found), cache)
