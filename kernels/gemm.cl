@@ -60,12 +60,12 @@
 #define VSTORE JOIN(vstore, VW)
 #define TN (NV * VW)
 
-/* On CPUs places need not be widened to addresses in each step, and a turn of the loop is four steps of k: what is not
-   a multiply-add takes its share of a core that two threads may have to share. */
-#if VW == 4
-#define PLACE int
-#else
+/* Packed on CPUs, places need not be widened to addresses in each step, and a turn of the loop is four steps of k: what
+   is not a multiply-add takes its share of a core that two threads may have to share. */
+#if VW > 4 && A_PACKED && B_PACKED
 #define PLACE long
+#else
+#define PLACE int
 #endif
 
 /* Not mad(): PoCL makes two instructions of mad() and one of this; the r600 makes one of either. */
@@ -145,10 +145,10 @@ __kernel void gemm(__global const float *restrict a, int a_at, int a_batch, int 
             sum[i][j] = (VEC)(0.0f);
     }
 
-#if VW == 4
-#pragma unroll 1
-#else
+#if VW > 4 && A_PACKED && B_PACKED
 #pragma unroll 4
+#else
+#pragma unroll 1
 #endif
     for (PLACE k = first; k < stop; k++) {
         VEC right[NV];
