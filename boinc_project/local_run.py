@@ -7,6 +7,7 @@ standalone (no BOINC client) in a folder that holds its files by their open name
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class LocalRun:
         log = (self.folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
         path = self.folder / UPDATE_FILE
         if status != 0 or not path.exists():
-            raise LocalRunFailed(f"the application ended with status {status}: {log.strip()[-500:]}")
+            raise LocalRunFailed(f"the application ended with status {status}: {_last_words(log)}")
         return read_update(path.read_bytes(), types, self.microtask.codec, self.microtask.digest())
 
     def stop(self) -> None:
@@ -78,3 +79,10 @@ def start(
             stderr=errors,
         )
     return LocalRun(folder, microtask, process)
+
+
+def _last_words(log: str) -> str:
+    """The last line of a program's log that says why it ended, without its time and process number."""
+    lines = [re.sub(r"^[\d-]+ [\d:]+ \(\d+\): ", "", line).strip() for line in log.splitlines()]
+    said = [line for line in lines if line and not line.startswith("called boinc_finish")]
+    return said[-1][:500] if said else "it said nothing"

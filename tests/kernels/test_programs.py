@@ -19,7 +19,7 @@ import pyopencl as cl
 
 from apps.gradient.opencl import device as devices
 from apps.gradient.opencl import programs
-from apps.gradient.opencl.programs import BuildFailed, Cache, Programs, cache_key
+from apps.gradient.opencl.programs import BuildFailed, Cache, Programs, cache_key, keep_drivers_in
 from apps.gradient.opencl.values import Source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -312,3 +312,12 @@ def test_eight_processes_at_once_with_an_empty_cache_agree_to_the_bit(device: st
     assert [status for _, _, status in ends] == [0] * 8, ends[0][1]
     assert len({output for output, _, _ in ends}) == 1
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_leaves_drivers_their_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("POCL_CACHE_DIR", raising=False)
+    (tmp_path / "opencl_cache").write_text("a file where the folder should be")
+    keep_drivers_in(tmp_path / "opencl_cache" / "drivers")
+    assert "POCL_CACHE_DIR" not in os.environ

@@ -379,14 +379,20 @@ def listing(found: Sequence[Sighting]) -> list[str]:
     ]
 
 
+_NO_DRIVER = (
+    "no OpenCL driver is installed; for a graphics card install its maker's, for the processor PoCL (Debian's package "
+    "pocl-opencl-icd)"
+)
+
+
 def find_devices() -> list[Sighting]:
     """Every device of every platform, as the drivers list them. Raises OpenCLMissing if there is no driver."""
     try:
         platforms = cl.get_platforms()
     except cl.Error as error:
-        raise OpenCLMissing(f"no OpenCL driver is installed ({error})") from error
+        raise OpenCLMissing(f"{_NO_DRIVER} ({error})") from error
     if not platforms:
-        raise OpenCLMissing("no OpenCL driver is installed")
+        raise OpenCLMissing(_NO_DRIVER)
     return [each for number, platform in enumerate(platforms) for each in _devices_of(number, platform)]
 
 

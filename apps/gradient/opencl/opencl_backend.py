@@ -34,6 +34,7 @@ from apps.gradient.opencl.plan import make_plan
 from apps.gradient.opencl.programs import Programs, keep_drivers_in
 from apps.gradient.opencl.recompute import recomputed
 from apps.gradient.opencl.runtime import DeviceTensor, Pool, PreparedPlan, download, upload
+from boinc_project.contract.errors import UnfitHost
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType
 
@@ -153,9 +154,16 @@ def open_backend(threads: int, device: str | InitData | None) -> OpenclBackend:
     """
     if not isinstance(device, InitData):
         found = devices.choose(devices.find_devices(), devices.request_of_text(device))
-        return OpenclBackend(found.handle, devices.facts(found))
+        return OpenclBackend(found.handle, _facts(found))
     cache = Path(device.project_dir) / CACHE_FOLDER if device.project_dir else None
     if cache is not None:
         keep_drivers_in(Path(device.project_dir) / DRIVER_CACHE)
     found = devices.choose(devices.find_devices(), devices.request_of_task(device))
-    return OpenclBackend(found.handle, devices.facts(found), cache)
+    return OpenclBackend(found.handle, _facts(found), cache)
+
+
+def _facts(found: devices.Sighting) -> DeviceFacts:
+    try:
+        return devices.facts(found)
+    except ValueError as error:  # in the variable that gives a device smaller limits
+        raise UnfitHost(str(error)) from error

@@ -285,6 +285,8 @@ def keep_drivers_in(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder, DRIVER_CACHE_BYTES, deep=True)
+    if not folder.is_dir():
+        return  # drivers find their own place, or do without
     for variable in ("POCL_CACHE_DIR", "MESA_SHADER_CACHE_DIR", "CUDA_CACHE_PATH", "cl_cache_dir", "NEO_CACHE_DIR"):
         os.environ.setdefault(variable, str(folder))
     os.environ.setdefault("MESA_SHADER_CACHE_MAX_SIZE", "64M")
