@@ -443,8 +443,13 @@ def app_version_text(connection: Connection, identifier: int) -> str:
     found = connection.execute(query).first()
     if found is None:
         return "programs of the volunteers' own" if identifier < 0 else f"app version #{identifier}"
-    plan_class = f" ({found.plan_class})" if found.plan_class else ""
-    return f"app version {found.version_num // 100}.{found.version_num % 100:02d} for {found.name}{plan_class}"
+    return f"app version {version_text(found.version_num, found.name, found.plan_class)}"
+
+
+def version_text(version_num: int, platform_name: str, plan_class: str) -> str:
+    """`1.02 for windows_x86_64 (opencl_nvidia_gt)`"""
+    hosts = f" ({plan_class})" if plan_class else ""
+    return f"{version_num // 100}.{version_num % 100:02d} for {platform_name}{hosts}"
 
 
 def commonest_error(connection: Connection, workunit_names: Sequence[str]) -> str:

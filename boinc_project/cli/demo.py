@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import requests
@@ -26,7 +27,7 @@ from rich.live import Live
 
 from boinc_project import report, store
 from boinc_project.cli.errors import Mistake
-from boinc_project.cli.jobs import create_job, write_weights
+from boinc_project.cli.jobs import create_job, load_job, write_weights
 from boinc_project.cli.project import (
     Flag,
     Program,
@@ -46,6 +47,9 @@ from boinc_project.scripted_volunteer import ProtocolError, ScriptedVolunteer, c
 from boinc_project.server.run import free_port
 from boinc_project.stock_client import StockClient, stock_client_available
 
+if TYPE_CHECKING:
+    from work_generator.job import Job
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARKER = ".boinc-train-demo"  # tells a folder of ours from somebody's own
 USERS = (("alice", "alice@example.org"), ("bob", "bob@example.org"))
@@ -64,6 +68,7 @@ class Plan:
 
     output: Path
     job_toml: Path
+    job: Job
     clients: str
     minutes: float
     backend: str = "numpy"
@@ -113,10 +118,8 @@ def demo(output: Path, job_toml: Path, clients: str, backend: str, minutes: floa
             console.print("The stock BOINC client is not installed: two scripted volunteers do its work.")
     if minutes <= 0:
         raise Mistake("--minutes must be above 0: a version takes a minute or two")
-    from work_generator.job import Job
-
-    Job.load(job_toml)  # a wrong job must not cost the results of an earlier demo
-    plan = Plan(fresh_folder(output), job_toml, kind, minutes, backend)
+    job = load_job(job_toml, console)  # first: a wrong one must not cost the results of an earlier demo
+    plan = Plan(fresh_folder(output), job_toml, job, kind, minutes, backend)
     with stop_on_signals() as stopping:
         run_demo(plan, console, stopping)
 
@@ -145,7 +148,7 @@ def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
     console.print("Building the application that volunteers run (under a minute, or from the cache).", soft_wrap=True)
     build_and_publish(tree, "1.00", None, console, program=Program(plan.backend))
     console.print(f"Tracing the model of {plan.job_toml} and publishing it with its data.", soft_wrap=True)
-    create_job(tree, plan.job_toml, console)
+    create_job(tree, plan.job, console)
     with tree.database() as database, database.read() as connection:
         job_name = store.jobs(connection)[0].name
     installed = time.monotonic()

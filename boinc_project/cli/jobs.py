@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import sqlalchemy as sa
@@ -34,6 +35,9 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import download_advice
 
+if TYPE_CHECKING:
+    from work_generator.job import Job
+
 
 @click.group()
 def job() -> None:
@@ -48,26 +52,36 @@ def create(job_toml: Path, project_dir: Path | None, app_name: str | None) -> No
     """Trace the model that JOB_TOML names, publish it and its data, and start training."""
     tree = open_project(project_dir)
     console = Console(stderr=True)
-    create_job(tree, job_toml, console, app_of(tree, app_name))
+    create_job(tree, load_job(job_toml, console), console, app_of(tree, app_name))
 
 
-def create_job(tree: ProjectTree, job_toml: Path, console: Console, app_name: str = APP_NAME) -> int:
-    """Load, export and publish a job with a progress line; returns its id."""
-    from work_generator.export import export_job
-    from work_generator.job import Job
-    from work_generator.publish import publish_job
-
+@contextmanager
+def _doing(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """A line that shows what is being done, and for how long; the block may tell what it goes on to."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("loading the model and data", total=None)
-        loaded = Job.load(job_toml)
-        bars.update(task, description="tracing the model")
+        task = bars.add_task(what, total=None)
+        yield lambda text: bars.update(task, description=text)
+
+
+def load_job(job_toml: Path, console: Console) -> Job:
+    """Load a job's model and data with a progress line."""
+    from work_generator.job import Job
+
+    with _doing(console, "loading the model and data"):
+        return Job.load(job_toml)
+
+
+def create_job(tree: ProjectTree, loaded: Job, console: Console, app_name: str = APP_NAME) -> int:
+    """Export and publish a job with a progress line; returns its id."""
+    from work_generator.export import export_job
+    from work_generator.publish import publish_job
+
+    with _doing(console, "tracing the model") as tell:
         exported = export_job(loaded)
         with tree.database() as database:
             store.create_own_tables(database)
-            job_id = publish_job(
-                tree, database, loaded, exported, app_name, lambda text: bars.update(task, description=text)
-            )
+            job_id = publish_job(tree, database, loaded, exported, app_name, tell)
     for note in (*loaded.notes, *exported.notes):
         console.print(f"note: {note}")
     size = sum(array.nbytes for array in exported.state.values())

@@ -346,11 +346,8 @@ def classes_of(backend: str) -> tuple[str, ...]:
 def _tell(console: Console, made: Sequence[Path], published: Sequence[AppVersionFolder]) -> None:
     """Say what volunteers get from now on: as update_versions does, everything that lay under apps/ unpublished."""
     for each in published:
-        number = f"{each.version_num // 100}.{each.version_num % 100:02d}"
-        hosts = f" ({each.plan_class})" if each.plan_class else ""
-        console.print(
-            f"Published: {each.app_name} {number} for {each.platform}{hosts}", highlight=False, soft_wrap=True
-        )
+        text = store.version_text(each.version_num, each.platform, each.plan_class)
+        console.print(f"Published: {each.app_name} {text}", highlight=False, soft_wrap=True)
     folders = {each.folder for each in published}
     for folder in made:
         if folder not in folders:

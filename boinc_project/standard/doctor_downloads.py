@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from boinc_project.standard.doctor_uploads import Account, may, web_account
+from boinc_project.standard.doctor_uploads import Account, may, told_by_mode, web_account
 from boinc_project.standard.findings import Finding, Patient, error
 
 LOOKED_AT = 200_000  # entries at most
@@ -56,11 +56,8 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def _is_shut(path: Path, account: Account | None) -> bool:
-    try:
-        status = path.stat()
-        if "system.posix_acl_access" in os.listxattr(path):
-            return False  # the mode does not say it all
-    except OSError:
+    status = told_by_mode(path)
+    if status is None:
         return False
     wanted = _ENTER if stat.S_ISDIR(status.st_mode) else _READ
     if account is not None:

@@ -107,15 +107,18 @@ def may(status: os.stat_result, account: Account, wanted: int) -> bool:
     return status.st_mode >> shift & wanted == wanted
 
 
+def told_by_mode(path: Path) -> os.stat_result | None:
+    """What is known of a path whose owner, group and mode say who may do what; None if they do not say it all."""
+    try:
+        return None if "system.posix_acl_access" in os.listxattr(path) else path.stat()
+    except OSError:
+        return None
+
+
 def _is_shut(path: Path, account: Account | None, group: int) -> bool:
     """Whether the account, or where it is not known somebody of the group, may not write into a directory."""
-    try:
-        status = path.stat()
-        if "system.posix_acl_access" in os.listxattr(path):
-            return False  # the mode does not say it all
-    except OSError:
-        return False
-    return not may_write(status, account or Account(name="", uid=-1, gids=frozenset([group])))
+    status = told_by_mode(path)
+    return status is not None and not may_write(status, account or Account(name="", uid=-1, gids=frozenset([group])))
 
 
 def _open(root: Path, group: int) -> str:

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from boinc_project import store
 from boinc_project.cli.demo import Plan, volunteers
-from boinc_project.cli.jobs import create_job
+from boinc_project.cli.jobs import create_job, load_job
 from boinc_project.cli.project import (
     DEFAULT_SLEEP_S,
     build_and_publish,
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         tree = prepare_project(folder / "project", free_port(), "Benchmark", settings)
         print(f"two {kind} clients; gt_hold_dry_reply {tree.config.gt_hold_dry_reply:g} s", flush=True)
         build_and_publish(tree, "1.00", None, console)
-        create_job(tree, _job(folder / "job", options.versions), console)
+        create_job(tree, load_job(_job(folder / "job", options.versions), console), console)
         processes = project_processes(tree.project_dir, DEFAULT_SLEEP_S, "user")
         with only_starter(tree.project_dir), contextlib.ExitStack() as stack:
             stack.callback(processes.stop)

@@ -73,3 +73,11 @@ def assert_step_agrees(name: str, backend: Backend) -> None:
     apart = distance(ours, {key: torch.from_numpy(array) for key, array in reference.items()})
     assert apart <= ONE_STEP, f"{name}: {apart:.1e}"
     np.testing.assert_allclose(ours["metric/loss"], reference["metric/loss"], rtol=1e-5)
+
+
+def assert_runs_are_alike(name: str, backend: Backend) -> None:
+    """Two runs of one step of an example give the same bits."""
+    graph, inputs = step_of(name)
+    first, second = run(graph, inputs, backend), run(graph, inputs, backend)
+    for key, array in first.items():
+        np.testing.assert_array_equal(array, second[key], key)

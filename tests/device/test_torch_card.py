@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_cards import EXAMPLE_NAMES, assert_operator_is_exact, assert_step_agrees, step_of
+from on_cards import EXAMPLE_NAMES, assert_operator_is_exact, assert_runs_are_alike, assert_step_agrees, step_of
 
 from apps.gradient.backends import open_backend, torch_device
 from apps.gradient.boinc_messages import InitData
@@ -19,7 +19,6 @@ from apps.gradient.executor import ExecutionError, apply
 from boinc_project.contract.errors import TooLittleMemory
 from boinc_project.contract.graph import GraphBuilder
 from boinc_project.contract.opset import OPSET
-from tests.graph_oracle import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
 
@@ -38,10 +37,7 @@ def test_a_step_of_an_example_agrees_with_the_processors(name: str, torch_card: 
 
 @pytest.mark.parametrize("name", EXAMPLE_NAMES)
 def test_two_runs_give_the_same_bits(name: str, torch_card: Any) -> None:
-    graph, inputs = step_of(name)
-    first, second = run(graph, inputs, torch_card), run(graph, inputs, torch_card)
-    for key, array in first.items():
-        np.testing.assert_array_equal(array, second[key], key)
+    assert_runs_are_alike(name, torch_card)
 
 
 @pytest.mark.parametrize("name", EXAMPLE_NAMES)

@@ -171,13 +171,7 @@ def _take_inputs(
 
 def _reuse(launches: list[Launch], kept: AbstractSet[int]) -> list[Launch]:
     """Let a passing value take the memory of one that the launch which makes it reads for the last time."""
-    first: dict[Storage, int] = {}
-    last: dict[Storage, int] = {}
-    for index, launch in enumerate(launches):
-        read, written = launch.storages()
-        for storage in read | written:
-            first.setdefault(storage, index)
-            last[storage] = index
+    ends = _ends(launches)
     replaced: dict[Storage, Storage] = {}
     for index, launch in enumerate(launches):
         if not launch.in_place:
@@ -188,9 +182,9 @@ def _reuse(launches: list[Launch], kept: AbstractSet[int]) -> list[Launch]:
                 views.setdefault(argument.view.storage, []).append(argument.view)
         whole_ones = [storage for storage, walks in views.items() if all(map(is_whole, walks))]
         read, written = launch.storages()
-        free = [storage for storage in whole_ones if storage not in written and last[storage] == index]
+        free = [storage for storage in whole_ones if storage not in written and ends[storage][1] == index]
         for target in whole_ones:
-            if target not in written or target in read or first[target] != index:
+            if target not in written or target in read or ends[target][0] != index:
                 continue
             for source in free:
                 if (source.dtype, source.elements) == (target.dtype, target.elements):
@@ -210,13 +204,15 @@ def _renamed(launch: Launch, replaced: Mapping[Storage, Storage]) -> Launch:
 
 
 def _lives(launches: Sequence[Launch], kept: AbstractSet[int]) -> list[Life]:
-    """First and last launch of every passing storage."""
-    first: dict[Storage, int] = {}
-    last: dict[Storage, int] = {}
+    """The lives of the passing storages."""
+    return [Life(s.number, s.nbytes, *ends) for s, ends in _ends(launches).items() if s.number not in kept]
+
+
+def _ends(launches: Sequence[Launch]) -> dict[Storage, tuple[int, int]]:
+    """The first and the last launch that uses each storage."""
+    ends: dict[Storage, tuple[int, int]] = {}
     for index, launch in enumerate(launches):
         read, written = launch.storages()
         for storage in read | written:
-            if storage.number not in kept:
-                first.setdefault(storage, index)
-                last[storage] = index
-    return [Life(s.number, s.nbytes, at, last[s]) for s, at in first.items()]
+            ends[storage] = (ends.get(storage, (index, index))[0], index)
+    return ends

@@ -24,6 +24,7 @@ class _Uses:
     """Which node makes a value and which nodes read its memory, through views of it or not."""
 
     def __init__(self, graph: Graph) -> None:
+        self.inputs = len(graph.inputs)
         self.maker: dict[int, int] = {}
         self.root = {value: value for value in range(len(graph.inputs))}  # the value whose memory it shares
         self.readers: dict[int, list[int]] = {}  # root -> nodes that are no views, in order
@@ -71,10 +72,10 @@ def _widest_gap(places: Sequence[int]) -> tuple[int, int]:
     return max(zip(places, places[1:]), key=lambda pair: pair[1] - pair[0], default=(0, 0))
 
 
-def _is_there(uses: _Uses, gone: Mapping[int, tuple[int, int]], inputs: int, value: int, at: int) -> bool:
+def _is_there(uses: _Uses, gone: Mapping[int, tuple[int, int]], value: int, at: int) -> bool:
     """Whether a value is in memory when node `at` begins, whatever is done about the value in question."""
     root = uses.root[value]
-    if root < inputs or root in uses.outputs:
+    if root < uses.inputs or root in uses.outputs:
         return True
     if root in gone and gone[root][0] < at < gone[root][1]:
         return False
@@ -95,7 +96,7 @@ def _is_cheap(
         if node.op not in cheap and node.op not in VIEWS:
             return False
         copied.add(index)
-        absent = (e for e in node.inputs if e is not None and not _is_there(uses, gone, len(graph.inputs), e, at))
+        absent = (e for e in node.inputs if e is not None and not _is_there(uses, gone, e, at))
         wanted += absent
     return not wanted
 
@@ -114,7 +115,7 @@ def _rewritten(
         """`names` are the present ones, with what is made again on the way to `value`."""
         node = graph.nodes[uses.maker[value]]
         for each in node.inputs:
-            if each is not None and not _is_there(uses, gone, len(graph.inputs), each, at):
+            if each is not None and not _is_there(uses, gone, each, at):
                 make_again(each, at, names)
         (names[value],) = append(node, names)
         return names[value]
