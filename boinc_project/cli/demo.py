@@ -68,7 +68,6 @@ class Plan:
 
     output: Path
     job_toml: Path
-    job: Job
     clients: str
     minutes: float
     backend: str = "numpy"
@@ -119,9 +118,9 @@ def demo(output: Path, job_toml: Path, clients: str, backend: str, minutes: floa
     if minutes <= 0:
         raise Mistake("--minutes must be above 0: a version takes a minute or two")
     job = load_job(job_toml, console)  # first: a wrong one must not cost the results of an earlier demo
-    plan = Plan(fresh_folder(output), job_toml, job, kind, minutes, backend)
+    plan = Plan(fresh_folder(output), job_toml, kind, minutes, backend)
     with stop_on_signals() as stopping:
-        run_demo(plan, console, stopping)
+        run_demo(plan, job, console, stopping)
 
 
 def fresh_folder(path: Path) -> Path:
@@ -140,7 +139,7 @@ def fresh_folder(path: Path) -> Path:
     return path
 
 
-def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
+def run_demo(plan: Plan, job: Job, console: Console, stopping: Flag) -> None:
     """The demo's main path; prints `demo ok: ...` as its last line or raises DemoFailed."""
     start = time.monotonic()
     project_dir = plan.output / "project"
@@ -148,7 +147,7 @@ def run_demo(plan: Plan, console: Console, stopping: Flag) -> None:
     console.print("Building the application that volunteers run (under a minute, or from the cache).", soft_wrap=True)
     build_and_publish(tree, "1.00", None, console, program=Program(plan.backend))
     console.print(f"Tracing the model of {plan.job_toml} and publishing it with its data.", soft_wrap=True)
-    create_job(tree, plan.job, console)
+    create_job(tree, job, console)
     with tree.database() as database, database.read() as connection:
         job_name = store.jobs(connection)[0].name
     installed = time.monotonic()
