@@ -103,7 +103,8 @@ gt_round = sa.Table(
     sa.Column("job_id", _Long, primary_key=True, autoincrement=False),
     sa.Column("version", _Long, primary_key=True, autoincrement=False),  # the version it makes
     sa.Column("commit_time", _Double, nullable=False),
-    sa.Column("members", _Document, nullable=False),  # JSON [[workunit name, weight], ...] in folding order
+    # JSON [[workunit name, weight, weight by age], ...] in folding order
+    sa.Column("members", _Document, nullable=False),
     mysql_engine="InnoDB",
 )
 
@@ -126,6 +127,7 @@ gt_microtask = sa.Table(
     sa.Column("note", sa.Text, nullable=False, default=""),
     sa.UniqueConstraint("job_id", "version", "slot", "attempt"),
     sa.Index("gt_microtask_state", "job_id", "state"),
+    sa.Index("gt_microtask_slot", "job_id", "slot"),
     mysql_engine="InnoDB",
 )
 
@@ -146,6 +148,7 @@ gt_ledger = sa.Table(
     sa.Column("applied_version", _Long, nullable=True),
     sa.Column("weight", _Double, nullable=True),
     sa.Index("gt_ledger_round", "job_id", "base_version"),
+    sa.Index("gt_ledger_waiting", "job_id", "disposition"),
     mysql_engine="InnoDB",
 )
 

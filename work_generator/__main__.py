@@ -92,22 +92,24 @@ class Generator:
                 self._stop(job, JobState.FINISHED, reason)
             return True
         with self.database.read() as connection:
-            rows = store.microtasks(connection, job.id, job.current_version)
-        slots = job.config.train.microtasks_per_version
-        given_up = supply.skipped_slots(rows, slots)
+            rows = store.useful_microtasks(connection, job)
+            next_slot = store.next_slot(connection, job.id) if job.config.policy.flow else 0
         self._advise(job)
-        for slot in given_up:
+        for slot in supply.skipped_slots(rows):
             self._once(
                 f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
             )
-        if len(given_up) == slots:
+        if supply.hopeless(job.config, rows):
             with self.database.read() as connection:
                 cause = store.commonest_error(connection, [str(row["workunit_name"]) for row in rows])
             self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
             return True
         if self._is_failing(job, rows):
             return True
-        wanted = supply.slots_to_issue(rows, slots)
+        if job.config.policy.flow:
+            wanted = supply.flow_to_issue(rows, next_slot, job.config.aggregation.in_flight)
+        else:
+            wanted = supply.slots_to_issue(rows, job.config.train.microtasks_per_version)
         issued = False
         for first in range(0, len(wanted), WORKUNITS_PER_BATCH):
             self.stopper.check()
@@ -138,7 +140,7 @@ class Generator:
         return True
 
     def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
-        """Make workunits of slots of the open round; returns whether any was made."""
+        """Make workunits of slots over the current version; returns whether any was made."""
         version = job.current_version
         with self.database.read() as connection:
             state = _published_state(connection, job, version)
@@ -232,7 +234,7 @@ class Generator:
         with self.database.read() as connection:
             open_names = [
                 str(row["workunit_name"])
-                for row in store.microtasks(connection, job.id, job.current_version)
+                for row in store.useful_microtasks(connection, job)
                 if row["state"] == MicrotaskState.ISSUED
             ]
             keys = [(name,) for name in open_names]

@@ -35,7 +35,7 @@ from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Publis
 from boinc_project.project_tree import ProjectTree
 from work_generator.export import ExportedJob
 from work_generator.job import Job
-from work_generator.workunits import data_plan, make_content, steps_of
+from work_generator.workunits import data_plan, make_content
 
 Array = npt.NDArray[Any]
 
@@ -112,9 +112,7 @@ def prepare(
     )
     train = _shards(job, "train", folder, publisher, progress)
     test = _shards(job, "test", folder, publisher, progress) if "test" in job.data else ()
-    steps = steps_of(config)
-    mode = "local-steps" if config.train.policy == "diloco" else "gradient"
-    types = update_types(exported.gradient, mode, steps)
+    types = update_types(exported.gradient, config.mode, config.steps)
     codec = Codec(config.codec.kind, config.codec.block, config.codec.compression)
     facts = JobFacts(
         graph=graph,
