@@ -56,7 +56,7 @@ def create(job_toml: Path, project_dir: Path | None, app_name: str | None) -> No
 
 
 @contextmanager
-def _doing(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+def doing(console: Console, what: str) -> Iterator[Callable[[str], None]]:
     """A line that shows what is being done, and for how long; the block may tell what it goes on to."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -68,7 +68,7 @@ def load_job(job_toml: Path, console: Console) -> Job:
     """Load a job's model and data with a progress line."""
     from work_generator.job import Job
 
-    with _doing(console, "loading the model and data"):
+    with doing(console, "loading the model and data"):
         return Job.load(job_toml)
 
 
@@ -77,7 +77,7 @@ def create_job(tree: ProjectTree, loaded: Job, console: Console, app_name: str =
     from work_generator.export import export_job
     from work_generator.publish import publish_job
 
-    with _doing(console, "tracing the model") as tell:
+    with doing(console, "tracing the model") as tell:
         exported = export_job(loaded)
         with tree.database() as database:
             store.create_own_tables(database)
