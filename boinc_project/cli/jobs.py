@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from boinc_project import store
+from boinc_project.calibration import record
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, app_of, app_option, open_project, project_option
 from boinc_project.cli.status import metrics_text
@@ -79,10 +80,12 @@ def create_job(tree: ProjectTree, loaded: Job, console: Console, app_name: str =
 
     with doing(console, "tracing the model") as tell:
         exported = export_job(loaded)
+        bound_to = record.binding(loaded.config, exported.gradient, exported.optimizer)
+        calibrated = record.check(loaded.config, bound_to, record.find(loaded.folder))
         with tree.database() as database:
             store.create_own_tables(database)
             job_id = publish_job(tree, database, loaded, exported, app_name, tell)
-    for note in (*loaded.notes, *exported.notes):
+    for note in (*loaded.notes, *exported.notes, *calibrated):
         console.print(f"note: {note}")
     size = sum(array.nbytes for array in exported.state.values())
     console.print(download_advice(loaded.config, size), highlight=False, soft_wrap=True)
