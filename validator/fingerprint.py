@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Layout:
     marked    the tensor of each marked position; marked_starts: where that begins
     owner     the tensor of each element, and ranks: twice that; both are empty if the update is large
     picks     places of the marked ones among the elements sorted by tensor and magnitude
+    first     places, among the marked positions, of the two largest of each gradient or delta
     families  tensors and elements of each family
     """
 
@@ -62,6 +63,7 @@ class Layout:
     owner: Array
     ranks: Array
     picks: Array
+    first: Array
     families: tuple[tuple[Array, int], ...]
     position_type: str
     nbytes: int
@@ -110,6 +112,13 @@ def _layout(tensors: tuple[tuple[str, int], ...], limit: int) -> Layout | None:
     marked = np.repeat(index, counts)
     owner = np.repeat(index, sizes if sizes.sum() <= _TOGETHER else 0)
     of_family = [name.split("/", 1)[0] for name in names]
+    ends = np.cumsum(counts).tolist()
+    first = [
+        end - int(count) + rank
+        for family, count, end in zip(of_family, counts, ends, strict=True)
+        for rank in range(min(int(count), 2))
+        if family in _WORK
+    ]
     members = [np.array([i for i, found in enumerate(of_family) if found == one]) for one in sorted(set(of_family))]
     return Layout(
         names=names,
@@ -121,6 +130,7 @@ def _layout(tensors: tuple[tuple[str, int], ...], limit: int) -> Layout | None:
         owner=owner,
         ranks=2.0 * owner,
         picks=np.concatenate([start + np.arange(n) for start, n in zip(starts, counts, strict=True)]),
+        first=np.array(first, dtype=np.int64),
         families=tuple((each_one, int(sizes[each_one].sum())) for each_one in members),
         position_type="<u2" if each == 4 else "<u4",
         nbytes=1 + 8 * len(names) + each * int(counts.sum()),
@@ -267,16 +277,7 @@ def unlikeness(a: Marks, b: Marks, layout: Layout) -> float:
     return float(np.sqrt(max(0.0, 1.0 - float(of_a @ of_b) ** 2 / squares)))
 
 
-def heads(blob: bytes, layout: Layout) -> frozenset[tuple[int, int]]:
-    """(tensor, position) of the very largest values of the work: a quick look before `unlikeness`."""
-    tensors = len(layout.names)
-    positions = np.frombuffer(blob, layout.position_type, int(layout.counts.sum()), 1 + 8 * tensors)
-    return frozenset((i, int(positions[at])) for i, at in _head_places(layout))
-
-
-def _head_places(layout: Layout) -> Iterator[tuple[int, int]]:
-    ends = np.cumsum(layout.counts)
-    for index, (name, count, end) in enumerate(zip(layout.names, layout.counts, ends, strict=True)):
-        if name.split("/", 1)[0] in _WORK:
-            for rank in range(min(int(count), 2)):
-                yield index, int(end - count) + rank
+def heads(blob: bytes, layout: Layout) -> frozenset[int]:
+    """Where the very largest values of the work are: a quick look before `unlikeness`."""
+    positions = np.frombuffer(blob, layout.position_type, layout.marked.size, 1 + 8 * len(layout.names))
+    return frozenset((positions[layout.first] + layout.marked_starts[layout.first]).tolist())
