@@ -72,8 +72,9 @@ class Codec:
             raise ContractError(f"compression {self.compression!r} is unknown; use 'zstd' or 'none'", fault="codec")
         if self.values not in VALUE_KINDS:
             raise ContractError(f"values {self.values!r} are unknown; use one of {VALUE_KINDS}", fault="codec")
-        for each in fields(self)[3:-1]:
-            if each.name not in PARAMETERS[self.kind] and getattr(self, each.name) != each.default:
+        own = ("kind", "compression", "seed", *PARAMETERS[self.kind])
+        for each in fields(self):
+            if each.name not in own and getattr(self, each.name) != each.default:
                 raise ContractError(f"codec {self.kind} has no {each.name}", fault="codec")
         if not 1 <= self.block <= MAX_BLOCK:
             raise ContractError(f"codec block {self.block} is not between 1 and {MAX_BLOCK}", fault="codec")
@@ -95,7 +96,7 @@ class Codec:
     def from_document(take: Taker) -> Codec:
         kind = take.text("kind", 16)
         known = PARAMETERS.get(kind, ())
-        if known:
+        if kind in PARAMETERS:
             take.only("kind", "compression", *known)
         readers: Mapping[str, Callable[[], Any]] = {
             "block": lambda: take.integer("block", 1, MAX_BLOCK),

@@ -86,7 +86,7 @@ class RandomK(Method):
 
 def chosen(total: int, count: int, first: int, last: int, key: int) -> tuple[Array, Array]:
     """Of the runs `first` to `last` (of `count` that divide `total` values): the places chosen, the runs' lengths."""
-    edges = np.arange(first, last + 1, dtype=np.int64) * total // count
+    edges = np.arange(first, last + 1, dtype=np.int64) * total // max(count, 1)
     lengths = np.diff(edges)
     words = philox.words(key, 0, 0, last - first, first).astype(np.uint64)
     return edges[:-1] + (words * lengths.astype(np.uint64) >> np.uint64(32)).astype(np.int64), lengths
