@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from boinc_project.contract.codecs import COMPRESSIONS, KINDS, PARAMETERS, VALUE_KINDS, Codec
+from boinc_project.contract.errors import ContractError
 from boinc_project.policies import POLICIES, PolicyFacts
 
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "cosine", "linear")
-CODECS = ("dense", "int8")
-COMPRESSIONS = ("zstd", "none")
 RULES = (
     "mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clipping", "geometric_median", "norm_bound",
 )  # fmt: skip
@@ -45,6 +45,9 @@ MAX_SECONDS = 90 * 86400  # BOINC's delay_bound; longer deadlines outlive most v
 # 1e-6 and TF32 by 4e-4; 200 local AdamW steps differ by 6e-4; looser than 1e-3 leaves room for lies.
 GRADIENT_TOLERANCE = 1e-4
 LOCAL_STEPS_TOLERANCE = 1e-3
+# Before they are encoded: honest copies of one gradient, and of some hundred local steps with eps = 1e-6.
+GRADIENT_DISTANCE, LOCAL_STEPS_DISTANCE = 1e-6, 3e-5
+CODEC_MARGIN = 3.0
 
 Check = Callable[[object], object]
 
@@ -304,9 +307,24 @@ class AggregationSection:
 class CodecSection:
     """[codec]: how a result is encoded for the way back."""
 
-    kind: str = _key(_choice(*CODECS), "dense (float32) or int8 (blockwise)", default="dense")
-    block: int = _key(_integer(16, 65536, 256), "int8: elements that share one scale", default=256)
+    kind: str = _key(_choice(*KINDS), "how the numbers are written", default="dense")
+    block: int = _key(_integer(16, 65536, 256), "int8, fp4, qsgd: elements that share one scale", default=256)
+    share: float = _key(
+        _number(0, 1, 0.015625, above=True),
+        "random-k, top-k, dct-top-k: share of the numbers that travel",
+        default=1 / 64,
+    )
+    values: str = _key(_choice(*VALUE_KINDS), "random-k, top-k, dct-top-k: how these are written", default="dense")
+    levels: int = _key(_integer(1, 127, 7), "qsgd: magnitudes besides 0", default=7)
+    rank: int = _key(_integer(1, 1024, 4), "low-rank: columns of the factors", default=4)
+    iterations: int = _key(
+        _integer(0, 8, 1), "low-rank: iterations towards the best factors; 0: a fixed projection", default=1
+    )
     compression: str = _key(_choice(*COMPRESSIONS), "compression of the encoded file", default="zstd")
+
+    def codec(self) -> Codec:
+        """The codec of the job's microtasks. Raises ContractError."""
+        return Codec(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +347,8 @@ class WorkunitSection:
     )
     tolerance: float = _key(
         _number(0, 0.1, 1e-3),
-        "relative L2 distance within which copies agree; 0: 1e-4 for gradients, 1e-3 for local steps",
+        "relative L2 distance within which copies agree; 0: 1e-4 for gradients, 1e-3 for local steps, more for coarse"
+        " codecs",
         default=0.0,
     )
 
@@ -638,10 +657,11 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
                 "nesterov",
                 f'nesterov in [{name}] needs kind = "sgd" and a momentum above 0; set both or remove nesterov',
             )
+    codec = _codec(config.codec, content, source)
     workunit = dataclasses.replace(
         workunit,
         target_nresults=workunit.target_nresults or workunit.min_quorum,
-        tolerance=workunit.tolerance or (LOCAL_STEPS_TOLERANCE if local else GRADIENT_TOLERANCE),
+        tolerance=workunit.tolerance or _tolerance(local, codec),
     )
     if workunit.target_nresults < workunit.min_quorum:
         raise source.error(
@@ -729,3 +749,24 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
         in_flight=(section.in_flight or 2 * count) if config.policy.flow else 0,
         momentum_every=section.momentum_every or (count if "momentum_every" in config.policy.keys else 0),
     )
+
+
+def _codec(section: CodecSection, content: Mapping[str, Any], source: _Source) -> Codec:
+    """The codec of a section all of whose given keys belong to its kind."""
+    for key in content.get("codec", {}):
+        default = next(each.default for each in dataclasses.fields(section) if each.name == key)
+        known = ("kind", "compression", *PARAMETERS[section.kind])
+        if key not in known and getattr(section, key) != default:
+            kinds = " and ".join(kind for kind in KINDS if key in PARAMETERS[kind] and kind != "dense")
+            raise source.error("codec", key, f"{key} in [codec] belongs to {kinds}; remove it or change the kind")
+    try:
+        return section.codec()
+    except ContractError as error:
+        raise source.error("codec", "block", f"{error}; write for example block = 256") from error
+
+
+def _tolerance(local: bool, codec: Codec) -> float:
+    """What copies may differ by once decoded: rounding makes more of a small difference, as much as the codec says."""
+    least = LOCAL_STEPS_TOLERANCE if local else GRADIENT_TOLERANCE
+    honest = LOCAL_STEPS_DISTANCE if local else GRADIENT_DISTANCE
+    return max(least, float(f"{CODEC_MARGIN * codec.method.spread(honest):.2g}"))

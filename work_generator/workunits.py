@@ -17,7 +17,6 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from boinc_project import templates
-from boinc_project.contract.codecs import Codec
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
@@ -77,7 +76,7 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
         learning_rates=(config.learning_rate(version),) * steps,
         seed=config.job.seed,
         first_step=number * steps,
-        codec=Codec(config.codec.kind, config.codec.block, config.codec.compression),
+        codec=config.codec.codec(),
     )
     return Content(microtask, files)
 
