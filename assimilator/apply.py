@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import sqlalchemy as sa
 from assimilator.aggregation import Contribution, NothingToFold, fold
 from assimilator.intake import open_payload
 from assimilator.optimizers import AdamW, Optimizer, Sgd, step_in_place
-from boinc_project import store
+from boinc_project import clock, store
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.update import OpenUpdate
 from boinc_project.database import Database
@@ -205,7 +204,7 @@ class Applier:
             if rows is None:
                 return None
             members = [Member(str(row["workunit_name"]), 1.0) for row in rows]
-            store.commit_round(connection, job.id, version + 1, members, time.time())
+            store.commit_round(connection, job.id, version + 1, members, clock.now())
         return members
 
     def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> list[Row] | None:
@@ -222,7 +221,7 @@ class Applier:
         row = {
             "job_id": job.id,
             "version": version,
-            "create_time": time.time(),
+            "create_time": clock.now(),
             "state_sha256": digest,
             "state_bytes": staged.nbytes,
             "optimizer_sha256": optimizer_digest,
