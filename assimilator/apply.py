@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ import sqlalchemy as sa
 from assimilator.contributions import Contribution, NothingToFold
 from assimilator.intake import open_payload
 from assimilator.policies import NewVersion, Round, age_weight, policy_of
-from boinc_project import store
+from boinc_project import clock, store
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.microtask import essentials
 from boinc_project.contract.update import OpenUpdate
@@ -216,13 +215,13 @@ class Applier:
                 for row in rows
             ]
             store.set_disposition(connection, [str(row["workunit_name"]) for row in late], Disposition.TOO_OLD)
-            store.commit_round(connection, job.id, version + 1, members, time.time())
+            store.commit_round(connection, job.id, version + 1, members, clock.now())
         return members
 
     def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> tuple[list[Row] | None, list[Row]]:
         """The ledger rows that make the next version (None: not yet), and those that have become too old."""
         if job.config.policy.flow:
-            return flow_to_commit(job.config, version, store.pending_entries(connection, job.id), time.time())
+            return flow_to_commit(job.config, version, store.pending_entries(connection, job.id), clock.now())
         tasks = store.microtasks(connection, job.id, version)
         entries = store.ledger_of_version(connection, job.id, version)
         return round_to_commit(tasks, entries, job.config.train.microtasks_per_version), []
@@ -236,7 +235,7 @@ class Applier:
         row = {
             "job_id": job.id,
             "version": version,
-            "create_time": time.time(),
+            "create_time": clock.now(),
             "state_sha256": digest,
             "state_bytes": staged.nbytes,
             "optimizer_sha256": optimizer_digest,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from boinc_project import clock
 from boinc_project.database import Database, app, app_version, host_app_version, platform, result, workunit
 from boinc_project.gt_tables import (
     Disposition,
@@ -246,7 +246,7 @@ def record_files(
             "sha256": file.sha256,
             "md5": file.md5,
             "bytes": file.size,
-            "create_time": int(time.time()),
+            "create_time": int(clock.now()),
             "state": str(FileState.PUBLISHED),
         }
         for file in {file.name: file for file in files}.values()
@@ -311,7 +311,7 @@ def soon() -> sa.ColumnElement[int]:
     "now" is news to it, but for the second in which somebody else has set the same one and it reads that before this
     transaction ends. One second more is a value that it cannot have read (one less it can).
     """
-    now = int(time.time())
+    now = int(clock.now())
     return sa.case((workunit.c.transition_time == now, now + 1), else_=now)
 
 
@@ -574,7 +574,7 @@ def committed_versions(connection: Connection, job_id: int, versions: Sequence[i
 
 def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
     """Tell `status` and `doctor` that this daemon is alive."""
-    values = {"pid": pid, "time": time.time(), "note": note}
+    values = {"pid": pid, "time": clock.now(), "note": note}
     changed = connection.execute(sa.update(gt_heartbeat).where(gt_heartbeat.c.daemon == daemon).values(**values))
     if changed.rowcount == 0:
         connection.execute(sa.insert(gt_heartbeat).values(daemon=daemon, **values))
@@ -582,7 +582,7 @@ def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
 
 def forget_silent(connection: Connection) -> None:
     """Drop the heartbeats of daemons that have made no pass for a week: they have been given up."""
-    connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < time.time() - FORGOTTEN_S))
+    connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < clock.now() - FORGOTTEN_S))
 
 
 def heartbeats(connection: Connection) -> list[Row]:

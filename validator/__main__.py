@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
 from boinc_project import store
+from boinc_project.clock import now
 from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
 from boinc_project.daemon import Options, Patience, Stopper, UsageError
 from boinc_project.daemon_start import Started, outside_faults, run, start
@@ -89,7 +89,7 @@ class Validator:
     appid: int
     stopper: Stopper
     rules: Rules = field(default_factory=Rules)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = now
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
     swept: float = 0.0  # when old fingerprints were last looked for
@@ -191,15 +191,15 @@ class Validator:
     def _judged(self, cases: Sequence[Case]) -> Iterator[list[Verdict]]:
         """Verdicts in batches, so that none waits long for the others."""
         batch: list[Verdict] = []
-        since = time.monotonic()
+        since = self.clock()
         for case in cases:
             self.stopper.check()
             verdict = self._guarded(case)
             if verdict is not None:
                 batch.append(verdict)
-            if batch and time.monotonic() - since > BATCH_S:
+            if batch and self.clock() - since > BATCH_S:
                 yield batch
-                batch, since = [], time.monotonic()
+                batch, since = [], self.clock()
         if batch:
             yield batch
 
