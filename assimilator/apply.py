@@ -111,17 +111,19 @@ def read_round(
     columns = ("workunit_name", "document", "digest")
     tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, columns)
     chosen: list[Row] = [entries[name] for name in names]
+    known = [essentials(str(tasks[name]["document"])) for name in names]
     contributions = [
         Contribution(
-            int(row["slot"]),
-            int(row["samples"]),
-            _payload_loader(job, row, tasks[name]),
-            int(row["base_version"]),
-            essentials(str(tasks[name]["document"])).steps,
-            member.weight,
-            member.age_weight,
+            slot=int(row["slot"]),
+            samples=int(row["samples"]),
+            load=_payload_loader(job, row, tasks[name]),
+            base_version=int(row["base_version"]),
+            steps=microtask.steps,
+            part=microtask.codec.part.index,
+            weight=member.weight,
+            age_weight=member.age_weight,
         )
-        for name, row, member in zip(names, chosen, members, strict=True)
+        for name, row, member, microtask in zip(names, chosen, members, known, strict=True)
     ]
     wanted = {version, *(each.base_version for each in contributions)}
     digests = {

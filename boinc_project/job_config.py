@@ -294,6 +294,7 @@ class AggregationSection:
     grace_s: float = _key(
         _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
     )
+    parts: int = _key(_integer(1, 1024, 4), "parts of the model, of which a microtask sends one", default=1)
     rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
     byzantine: int = _key(
         _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
@@ -731,6 +732,13 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
             "momentum_every",
             f"momentum_every in [aggregation] must be a multiple of microtasks_per_version ({count});"
             f" write for example momentum_every = {4 * count}",
+        )
+    if config.policy.parts_by == "elements" and count % section.parts:
+        raise source.error(
+            "aggregation",
+            "parts",
+            f"microtasks_per_version ({count}) must be a multiple of parts ({section.parts}), so that each part is sent"
+            " equally often; change one of them",
         )
     if section.rule in ("trimmed_mean", "krum", "multi_krum") and not section.byzantine:
         raise source.error(

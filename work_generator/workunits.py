@@ -11,12 +11,13 @@ The resources that BOINC is told:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 from boinc_project import templates
+from boinc_project.contract.codecs import Part
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
@@ -76,7 +77,7 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
         learning_rates=(config.learning_rate(version),) * steps,
         seed=config.job.seed,
         first_step=number * steps,
-        codec=config.codec.codec(),
+        codec=replace(config.codec.codec(), part=part_of(config, version, slot)),
     )
     return Content(microtask, files)
 
@@ -84,6 +85,14 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
 def microtask_number(config: JobConfig, version: int, slot: int) -> int:
     """Counts the job's microtasks: the slots of a round, round after round; in a flow they run on by themselves."""
     return slot if config.policy.flow else version * config.train.microtasks_per_version + slot
+
+
+def part_of(config: JobConfig, version: int, slot: int) -> Part:
+    """What of its update a microtask sends: by tensors a part a round; by elements the slots share out the parts."""
+    by, count = config.policy.parts_by, config.aggregation.parts
+    if not by:
+        return Part()
+    return Part((version if by == "tensors" else version + slot) % count, count, by)
 
 
 def _files(facts: JobFacts, state: Published, shards: list[Shard]) -> dict[str, Published]:

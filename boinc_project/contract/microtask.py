@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from boinc_project.contract import canonical
 from boinc_project.contract.canonical import Taker
-from boinc_project.contract.codecs import Codec, CodecSeed
+from boinc_project.contract.codecs import Codec, CodecSeed, Part
 from boinc_project.contract.errors import ContractError
 
 FORMAT = "boinc-train-microtask"
@@ -176,7 +176,9 @@ def essentials(text: str | bytes) -> Essentials:
     """Read these from a document of our own, which was checked when it was issued."""
     document = json.loads(text)
     seed = CodecSeed(document["seed"], document["base_version"], document["slot"])
-    codec = Codec(**document["codec"], seed=seed)
+    named = dict(document["codec"])
+    part = Part(**named.pop("part", {}))
+    codec = Codec(**named, part=part, seed=seed)
     return Essentials(document["mode"], len(document["batches"]), codec, document["files"][GRAPH_FILE]["sha256"])
 
 

@@ -14,6 +14,7 @@ from scripts.benchmarks.common import BenchmarkSkipped, machine
 BENCHMARKS = {
     "aggregate": "robust rules on 25 contributions of 300,000 numbers against byzfl's, one thread each",
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
+    "codecs": "every codec on an update of 4 MB: speed, bytes a value, what is lost, how replicas part",
     "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
     "gemm": "matrix products on OpenCL against PyTorch, and the share of the device's peak that they reach",
     "generator": "workunits created per second, their inputs shared, on MariaDB",

@@ -151,11 +151,10 @@ def inverse_dct(spectrum: Array) -> Array:
     In whole numbers: coefficients below 2^23 (in units of their tile), the matrix up to 2^20, and sums of 64 products
     stay below 2^53, so that float64 holds every one of them exactly.
     """
-    shift = _COEFFICIENT_BITS - np.frexp(np.abs(spectrum).max(axis=(1, 2)))[1][:, None, None]
-    fixed = np.rint(np.ldexp(spectrum.astype(np.float64), shift))
-    columns = np.rint(fixed_dct(spectrum.shape[1]).T @ fixed / _DCT_ONE)
-    whole = columns @ fixed_dct(spectrum.shape[2]) / _DCT_ONE
-    found: Array = np.ldexp(whole, -shift).astype(np.float32)
+    unit = np.ldexp(1.0, np.frexp(np.abs(spectrum).max(axis=(1, 2)))[1] - _COEFFICIENT_BITS)[:, None, None]
+    fixed = np.rint(spectrum / unit)  # a power of two: nothing but rint rounds
+    columns = np.rint(fixed_dct(spectrum.shape[1]).T @ fixed * (1 / _DCT_ONE))
+    found: Array = (columns @ fixed_dct(spectrum.shape[2]) * (unit / _DCT_ONE)).astype(np.float32)
     return found
 
 
