@@ -2,7 +2,7 @@
 
     boinc_project  <-  work_generator, apps, validator, assimilator      (apps: boinc_project.contract only)
     contract       ->  numpy, safetensors, zstandard, the standard library
-    cli            ->  everything: it is the composition root
+    cli, calibration  ->  everything: they are composition roots
 
 Read from the source with `ast`; nothing is imported.
 """
@@ -28,6 +28,7 @@ MODULES_ABOUT_THEM = {
         for name in ("device", "programs", "runtime", "opencl_backend", "peak", "tune")
     },
 }
+COMPOSITION_ROOTS = ("boinc_project/cli/", "boinc_project/calibration/")
 CONTRACT = "boinc_project/contract/"
 CONTRACT_LIBRARIES = {"numpy", "safetensors", "zstandard"}
 
@@ -92,8 +93,8 @@ def test_the_application_knows_nothing_of_the_project_but_the_contract() -> None
     assert offences(files("apps"), forbidden) == []
 
 
-def test_only_the_command_line_imports_the_stations() -> None:
-    paths = [path for path in files("boinc_project") if not path.startswith("boinc_project/cli/")]
+def test_only_composition_roots_import_the_stations() -> None:
+    paths = [path for path in files("boinc_project") if not path.startswith(COMPOSITION_ROOTS)]
     assert offences(paths, lambda path, each: each.root in STATIONS) == []
 
 

@@ -33,36 +33,41 @@ _CHUNK = 8192  # elements per piece of the float64 sums: scratch memory that sta
 
 def distance(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
     """Largest relative difference of two updates with the same tensors; 0 for equal ones, inf if integers differ."""
+    return max(tensor_distances(a, b).values(), default=0.0)
+
+
+def tensor_distances(a: Mapping[str, Array], b: Mapping[str, Array]) -> dict[str, float]:
+    """The terms d_t of the distance by tensor; 0 where two tensors are equal, inf where integers differ."""
     families: dict[str, list[str]] = {}
     for name in a:
         families.setdefault(name.split("/", 1)[0], []).append(name)
-    return max((_family_distance(a, b, names) for names in families.values()), default=0.0)
+    return {name: apart for names in families.values() for name, apart in _family_distances(a, b, names).items()}
 
 
-def _family_distance(a: Mapping[str, Array], b: Mapping[str, Array], names: Sequence[str]) -> float:
-    pairs = []
+def _family_distances(a: Mapping[str, Array], b: Mapping[str, Array], names: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    floats = []
     for name in names:
-        if a[name].dtype.kind == "f":
-            pairs.append((a[name].reshape(-1), b[name].reshape(-1)))
-        elif not np.array_equal(a[name], b[name]):
-            return math.inf
-    pairs = [(of_a, of_b) for of_a, of_b in pairs if of_a.size]
+        if a[name].dtype.kind == "f" and a[name].size:
+            floats.append(name)
+        else:
+            found[name] = 0.0 if np.array_equal(a[name], b[name]) else math.inf
+    pairs = [(a[name].reshape(-1), b[name].reshape(-1)) for name in floats]
     elements = sum(of_a.size for of_a, _ in pairs)
     squares = _squares_together(pairs) if 0 < elements <= _CHUNK else [_squares(*pair) for pair in pairs]
     terms = []
     total = 0.0
-    for (of_a, _), (square_a, square_b, square_difference) in zip(pairs, squares, strict=True):
+    for name, (square_a, square_b, square_difference) in zip(floats, squares, strict=True):
         mean_norm = (math.sqrt(square_a) + math.sqrt(square_b)) / 2
-        terms.append((mean_norm, math.sqrt(square_difference), of_a.size))
+        terms.append((name, mean_norm, math.sqrt(square_difference)))
         total += square_a + square_b
     # The family's norm as the mean of the two copies' norms would need them apart; their root mean square
     # differs from it by less than the tolerances that matter.
     norm = math.sqrt(total / 2)
-    worst = 0.0
-    for mean_norm, difference, size in terms:
-        if difference > 0:
-            worst = max(worst, difference / (mean_norm + norm * math.sqrt(size / elements)))
-    return worst
+    for name, mean_norm, difference in terms:
+        share = norm * math.sqrt(a[name].size / elements)
+        found[name] = difference / (mean_norm + share) if difference > 0 else 0.0
+    return found
 
 
 def _squares_together(pairs: Sequence[tuple[Array, Array]]) -> Sequence[tuple[float, float, float]]:

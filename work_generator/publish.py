@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
-from boinc_project import store, templates
+from boinc_project import clock, store, templates
 from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.codecs import KINDS
 from boinc_project.contract.estimates import memory_bytes, step_flops
@@ -36,7 +35,7 @@ from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Publis
 from boinc_project.project_tree import ProjectTree
 from work_generator.export import ExportedJob
 from work_generator.job import Job
-from work_generator.workunits import data_plan, make_content, steps_of
+from work_generator.workunits import data_plan, make_content
 
 Array = npt.NDArray[Any]
 
@@ -114,9 +113,7 @@ def prepare(
     )
     train = _shards(job, "train", folder, publisher, progress)
     test = _shards(job, "test", folder, publisher, progress) if "test" in job.data else ()
-    steps = steps_of(config)
-    mode = "local-steps" if config.train.policy == "diloco" else "gradient"
-    types = update_types(exported.gradient, mode, steps)
+    types = update_types(exported.gradient, config.mode, config.steps)
     codec = config.codec.codec()
     facts = JobFacts(
         graph=graph,
@@ -270,7 +267,7 @@ def _insert_job(connection: sa.Connection, config: JobConfig, facts: JobFacts, f
         sa.insert(gt_job).values(
             name=config.job.name,
             appid=appid,
-            create_time=int(time.time()),
+            create_time=int(clock.now()),
             state=str(JobState.RUNNING),
             note="",
             config=config.canonical_json(),
@@ -289,7 +286,7 @@ def _insert_version_zero(connection: sa.Connection, job_id: int, digest: str, si
         sa.insert(gt_version).values(
             job_id=job_id,
             version=0,
-            create_time=time.time(),
+            create_time=clock.now(),
             state_sha256=digest,
             state_bytes=size,
             optimizer_sha256="",

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from boinc_project import store
+from boinc_project.calibration import record
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, app_of, app_option, open_project, project_option
 from boinc_project.cli.status import metrics_text
@@ -56,7 +57,7 @@ def create(job_toml: Path, project_dir: Path | None, app_name: str | None) -> No
 
 
 @contextmanager
-def _doing(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+def doing(console: Console, what: str) -> Iterator[Callable[[str], None]]:
     """A line that shows what is being done, and for how long; the block may tell what it goes on to."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -68,7 +69,7 @@ def load_job(job_toml: Path, console: Console) -> Job:
     """Load a job's model and data with a progress line."""
     from work_generator.job import Job
 
-    with _doing(console, "loading the model and data"):
+    with doing(console, "loading the model and data"):
         return Job.load(job_toml)
 
 
@@ -77,12 +78,14 @@ def create_job(tree: ProjectTree, loaded: Job, console: Console, app_name: str =
     from work_generator.export import export_job
     from work_generator.publish import publish_job
 
-    with _doing(console, "tracing the model") as tell:
+    with doing(console, "tracing the model") as tell:
         exported = export_job(loaded)
+        bound_to = record.binding(loaded.config, exported.gradient, exported.optimizer)
+        calibrated = record.check(loaded.config, bound_to, record.find(loaded.folder))
         with tree.database() as database:
             store.create_own_tables(database)
             job_id = publish_job(tree, database, loaded, exported, app_name, tell)
-    for note in (*loaded.notes, *exported.notes):
+    for note in (*loaded.notes, *exported.notes, *calibrated):
         console.print(f"note: {note}")
     size = sum(array.nbytes for array in exported.state.values())
     console.print(download_advice(loaded.config, size), highlight=False, soft_wrap=True)
@@ -213,7 +216,12 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
         connection.execute(sa.delete(gt_round).where(gt_round.c.job_id == found.id, gt_round.c.version > version))
         connection.execute(
             sa.update(gt_ledger)
-            .where(gt_ledger.c.job_id == found.id, gt_ledger.c.base_version >= version)
+            .where(
+                gt_ledger.c.job_id == found.id,
+                (gt_ledger.c.base_version >= version)
+                | (gt_ledger.c.applied_version > version)  # late contributions of older versions
+                | (gt_ledger.c.disposition == str(Disposition.COMMITTED)),
+            )
             .values(disposition=str(Disposition.DROPPED), applied_version=None)
         )
         connection.execute(

@@ -10,6 +10,7 @@ import click
 from sqlalchemy.exc import DBAPIError
 
 from boinc_project import __version__
+from boinc_project.cli.calibrate import calibrate
 from boinc_project.cli.demo import demo
 from boinc_project.cli.errors import user_mistakes
 from boinc_project.cli.jobs import job, weights
@@ -60,5 +61,5 @@ def main() -> None:
     """Train PyTorch models on volunteers' computers through a BOINC project."""
 
 
-for command in (demo, serve, install, uninstall, doctor, build_app, job, status, weights, export, run, tune):
+for command in (demo, serve, install, uninstall, doctor, build_app, job, status, weights, export, run, calibrate, tune):
     main.add_command(command)
