@@ -26,7 +26,7 @@ from boinc_project.supply_limits import download_advice
 from tests.tiny_project import TinyProject, tiny_project
 from tests.training import train
 
-pytestmark = pytest.mark.usefixtures("each_database")
+on_each_database = pytest.mark.usefixtures("each_database")
 
 
 @pytest.fixture
@@ -100,6 +100,7 @@ def test_the_ledger_is_replayed_to_the_same_bytes_also_from_a_version_that_is_a_
     assert replay(project.db, project.job) == dict(enumerate(digests[1:], 1))
 
 
+@on_each_database
 def test_a_job_goes_on_from_a_delta_to_which_it_was_taken_back(project: TinyProject) -> None:
     for _ in range(4):
         project.make_version()
@@ -114,6 +115,7 @@ def test_a_job_goes_on_from_a_delta_to_which_it_was_taken_back(project: TinyProj
     assert list(replay(project.db, project.job).values()) == digests
 
 
+@on_each_database
 def test_a_keyframe_and_its_deltas_stay_until_the_next_keyframe(project: TinyProject) -> None:
     seen = []
     for _ in range(4):
@@ -128,6 +130,7 @@ def test_a_keyframe_and_its_deltas_stay_until_the_next_keyframe(project: TinyPro
     ]
 
 
+@on_each_database
 def test_a_workunit_in_progress_keeps_all_files_that_it_lists(project: TinyProject) -> None:
     project.make_version()
     project.make_version()
