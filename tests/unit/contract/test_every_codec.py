@@ -25,7 +25,7 @@ from boinc_project.contract.codecs.random_k import chosen
 from boinc_project.contract.codecs.top_k import largest
 from boinc_project.contract.errors import ContractError, InvalidResult
 from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import FORMAT, open_update, read_update, write_update
+from boinc_project.contract.update import FORMAT, judged_metrics, open_update, read_update, write_update
 
 CODECS = [
     Codec("dense"),
@@ -148,6 +148,7 @@ def test_an_update_is_written_and_read_with_every_codec(codec: Codec) -> None:
     data = write_update(tensors, types, {"microtask": "m"}, codec)
     whole = read_update(data, types, codec, "m").tensors
     opened = open_update(data, types, codec, "m")
+    assert judged_metrics(data, codec)["metric/loss"].tolist() == [1, 1, 1]
     for name in tensors:
         pieces = np.concatenate([np.array(values) for _, values in opened.pieces(name)])
         assert pieces.tobytes() == whole[name].tobytes()
