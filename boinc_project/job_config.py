@@ -317,7 +317,7 @@ class CodecSection:
     )
     values: str = _key(_choice(*VALUE_KINDS), "random-k, top-k, dct-top-k: how these are written", default="dense")
     levels: int = _key(_integer(1, 127, 7), "qsgd: magnitudes besides 0", default=7)
-    rank: int = _key(_integer(1, 1024, 4), "low-rank: columns of the factors", default=4)
+    rank: int = _key(_integer(1, 256, 4), "low-rank: columns of the factors", default=4)
     iterations: int = _key(
         _integer(0, 8, 1), "low-rank: iterations towards the best factors; 0: a fixed projection", default=1
     )

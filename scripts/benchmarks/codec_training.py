@@ -2,8 +2,8 @@
 
 Nothing is simulated but the hosts: microtasks, the application's runner (numpy), update files and the server's step are
 the product's own. `sync`: a version is one AdamW step with the gradients of 8 batches of 32. `diloco`: one outer
-Nesterov step with 8 local trainings of 20 AdamW steps. The loss is that of the held-out fifth after the last version, its mean
-over seeds; `ratio` is against dense; `bytes` is what one host sends for one version.
+Nesterov step with 8 local trainings of 20 AdamW steps. The loss is that of the held-out fifth after the last version,
+its mean over seeds; `ratio` is against dense; `bytes` is what one host sends for one version.
 """
 
 from __future__ import annotations
