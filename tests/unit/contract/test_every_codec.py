@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -444,3 +445,21 @@ def test_parts_that_decode_beyond_all_bounds_are_refused(codec: Codec) -> None:
     with pytest.raises(InvalidResult) as caught:
         read_update(data, types_of(tensors), codec, "m")
     assert caught.value.fault == "not_finite"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_encoding_nor_decoding_in_pieces_needs_a_second_copy_of_a_large_tensor(kind: str) -> None:
+    array, codec = normal(1024, 2048), Codec(kind)
+    tracemalloc.start()
+    try:
+        coded = codec.encode({"delta/w": array})
+        encoding = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in codec.in_pieces(coded, "delta/w", TensorType("float32", array.shape)):
+            pass
+        decoding = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert encoding < 1.3 * array.nbytes
+    assert decoding < 0.8 * array.nbytes
