@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from boinc_project.contract.codecs import COMPRESSIONS, KINDS, PARAMETERS, VALUE_KINDS, Codec
+from boinc_project.contract.downlink import MAX_DELTAS
 from boinc_project.contract.errors import ContractError
 from boinc_project.policies import POLICIES, PolicyFacts
 
@@ -317,7 +318,7 @@ class CodecSection:
     )
     values: str = _key(_choice(*VALUE_KINDS), "random-k, top-k, dct-top-k: how these are written", default="dense")
     levels: int = _key(_integer(1, 127, 7), "qsgd: magnitudes besides 0", default=7)
-    rank: int = _key(_integer(1, 1024, 4), "low-rank: columns of the factors", default=4)
+    rank: int = _key(_integer(1, 256, 4), "low-rank: columns of the factors", default=4)
     iterations: int = _key(
         _integer(0, 8, 1), "low-rank: iterations towards the best factors; 0: a fixed projection", default=1
     )
@@ -379,6 +380,11 @@ class SupplySection:
         "newest versions whose weights and gradients stay on the server's disk; 0: all of them",
         default=0,
     )
+    keyframe_every: int = _key(
+        _integer(1, MAX_DELTAS + 1, 8),
+        "versions from one that is published whole to the next; those between are published as int8 deltas",
+        default=1,
+    )
     host_bandwidth: float = _key(
         _number(0, 1e12, 1e6, above=True),
         "a volunteer's line, bytes/s; for advice on task length",
@@ -389,6 +395,10 @@ class SupplySection:
         "the server's line, bytes/s; for advice on task length",
         default=1e7,
     )
+
+    def is_keyframe(self, version: int) -> bool:
+        """Whether a version is published whole."""
+        return version % self.keyframe_every == 0
 
 
 @dataclass(frozen=True, kw_only=True)

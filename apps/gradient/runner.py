@@ -24,6 +24,7 @@ import numpy.typing as npt
 from apps.gradient.backends.backend import Backend, Program
 from apps.gradient.checkpoint import Checkpoint
 from boinc_project.contract import tensorfile
+from boinc_project.contract.downlink import apply_delta
 from boinc_project.contract.errors import ContractError, TooLittleMemory
 from boinc_project.contract.estimates import memory_bytes
 from boinc_project.contract.graph import Graph, GraphBuilder
@@ -36,6 +37,7 @@ from boinc_project.contract.microtask import (
     STATE_FILE,
     Batch,
     Microtask,
+    delta_file,
     shard_file,
     smaller_graph_file,
 )
@@ -117,6 +119,9 @@ def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> L
         raise TooLittleMemory(f"a step needs {least} bytes; this task may use {memory_limit:.0f}")
     state_types = {i.name: i.type for i in gradient.inputs_of_kind("parameter", "buffer")}
     state = _take(contents(STATE_FILE), state_types, STATE_FILE)
+    for number in range(microtask.delta_count):
+        name = delta_file(number)
+        state = apply_delta(state, tensorfile.from_bytes(contents(name), None, name).tensors, name)
     constant_types = {i.name: i.type for i in gradient.inputs_of_kind("constant")}
     constants: Mapping[str, Array] = {}
     if constant_types:

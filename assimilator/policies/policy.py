@@ -41,11 +41,12 @@ class Round:
 
 @dataclass(frozen=True)
 class NewVersion:
-    """The outcome of a round before it is written."""
+    """The outcome of a round before it is written. `delta`: from the version before, if that is what is published."""
 
     state: dict[str, Array]
     optimizer: dict[str, Array]
     samples: int
+    delta: Mapping[str, Array] | None = None
 
 
 class Policy(Protocol):

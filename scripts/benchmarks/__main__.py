@@ -14,6 +14,7 @@ from scripts.benchmarks.common import BenchmarkSkipped, machine
 BENCHMARKS = {
     "aggregate": "robust rules on 25 contributions of 300,000 numbers against byzfl's, one thread each",
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
+    "codec-training": "what each codec costs in training: the digits example with 8 hosts, against dense",
     "codecs": "every codec on an update of 4 MB: speed, bytes a value, what is lost, how replicas part",
     "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
     "gemm": "matrix products on OpenCL against PyTorch, and the share of the device's peak that they reach",
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: scripts/bench NAME [options]; the names are:")
         for name, about in BENCHMARKS.items():
-            print(f"  {name.ljust(13)}{about}")
+            print(f"  {name.ljust(15)}{about}")
         return 0
     name, *rest = arguments
     if name not in BENCHMARKS:

@@ -96,16 +96,20 @@ class DctTopK(Method):
         tiling = Tiling.of(array.shape)
         h, w, down, across = tiling.height, tiling.width, tiling.down, tiling.across
         flat = flat_float32(array)
-        padded = np.zeros((down * h, across * w), np.float32)
-        if len(array.shape) > 1:
-            padded[: tiling.rows, : tiling.columns] = flat.reshape(tiling.rows, tiling.columns)
-        else:
-            padded.reshape(-1)[: flat.size] = flat
-        tiles = padded.reshape(down, h, across, w).transpose(0, 2, 1, 3)
-        spectrum = (dct(h).astype(np.float32) @ tiles @ dct(w).T.astype(np.float32)).reshape(down * across, h * w)
-        indices = largest(np.ascontiguousarray(spectrum), self.kept(tiling))
-        values = np.take_along_axis(spectrum, indices, 1).reshape(-1)
-        return {INDICES_SUFFIX: pack_indices(indices.reshape(-1)), **self.values.encode(values, name, seed)}
+        indices = np.zeros((down, across, self.kept(tiling)), np.int16)
+        values = np.zeros(indices.shape, np.float32)
+        left, right = dct(h).astype(np.float32), dct(w).T.astype(np.float32)
+        for strip in range(down):
+            part = flat[strip * h * tiling.columns : (strip + 1) * h * tiling.columns]
+            rows = np.zeros((h, tiling.columns), np.float32)
+            rows.reshape(-1)[: part.size] = part
+            tiles = np.zeros((h, across * w), np.float32)
+            tiles[:, : tiling.columns] = rows
+            spectrum = (left @ tiles.reshape(h, across, w).transpose(1, 0, 2) @ right).reshape(across, h * w)
+            indices[strip] = largest(spectrum, self.kept(tiling))
+            values[strip] = np.take_along_axis(spectrum, indices[strip], 1)
+        packed = pack_indices(indices.reshape(-1))
+        return {INDICES_SUFFIX: packed, **self.values.encode(values.reshape(-1), name, seed)}
 
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:
         tiling, count = Tiling.of(shape), elements(shape)
