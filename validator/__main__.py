@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -27,6 +27,7 @@ from boinc_project.daemon import Options, Patience, Stopper, UsageError
 from boinc_project.daemon_start import Started, outside_faults, run, start
 from boinc_project.database import Database, app, is_lost, result, workunit
 from boinc_project.gt_tables import gt_microtask
+from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
@@ -36,6 +37,8 @@ from validator.books import Judged, Policy, open_books, sane_seconds, write_resu
 from validator.case import Case, Verdict
 from validator.decision import SOON
 from validator.evidence import Judge
+from validator.records import blocked_groups, read_records
+from validator.voters import Independence, Records
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
 DEFAULT_SLEEP_S = 5.0
@@ -49,7 +52,8 @@ BATCH, BATCH_S = 100, 0.5
 #: Columns that are read: all that a decision depends on, without the workunit's XML.
 UNIT_COLUMNS = (
     "id", "name", "appid", "need_validate", "canonical_resultid", "canonical_credit", "error_mask", "assimilate_state",
-    "min_quorum", "target_nresults", "max_success_results", "rsc_fpops_est", "rsc_fpops_bound", "transition_time",
+    "min_quorum", "target_nresults", "max_success_results", "max_total_results", "rsc_fpops_est", "rsc_fpops_bound",
+    "transition_time",
 )  # fmt: skip
 RESULT_COLUMNS = (
     "id", "name", "workunitid", "appid", "server_state", "outcome", "validate_state", "hostid", "userid", "teamid",
@@ -58,7 +62,7 @@ RESULT_COLUMNS = (
 )  # fmt: skip
 TASK_COLUMNS = ("workunit_name", "job_id", "version", "digest", "document", "flops")
 #: Of these, the columns that may not change between reading and writing.
-UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "target_nresults", "assimilate_state")
+UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "min_quorum", "target_nresults", "assimilate_state")
 RESULT_MARKS = ("server_state", "outcome", "validate_state", "hostid", "userid")
 
 log = logging.getLogger("validator")
@@ -95,7 +99,9 @@ class Validator:
     swept: float = 0.0  # when old fingerprints were last looked for
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.tree, self.database, self.rules.one_vote_per_user)
+        self.judge = Judge(
+            self.tree, self.database, Independence(one_vote_per_user=self.rules.one_vote_per_user), self.clock
+        )
         self.patience = Patience(self.clock)
 
     def one_pass(self) -> bool:
@@ -103,6 +109,9 @@ class Validator:
         self.jobs.clear()
         with outside_faults():
             self._sweep()
+            with self.database.read() as connection:
+                blocked = blocked_groups(connection)
+            self.judge.independence = replace(self.judge.independence, blocked=blocked)
             worked, again = self._handle(self._waiting())
             for _ in range(MAX_RESTARTS - 1):
                 if again:
@@ -175,6 +184,7 @@ class Validator:
             tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, TASK_COLUMNS)
             for job_id in {int(task["job_id"]) for task in tasks.values()} - set(self.jobs):
                 self.jobs[job_id] = store.job_with_id(connection, job_id)
+            records = self._records(connection, results.values())
         cases = []
         for identifier, unit in waiting.items():
             task = tasks.get((str(unit["name"]),))
@@ -183,8 +193,16 @@ class Validator:
                 self.patience.leave(identifier)
                 log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", identifier, str(unit["name"]))
             else:
-                cases.append(Case(unit, results.get(identifier, []), task, job))
+                cases.append(Case(unit, results.get(identifier, []), task, job, records))
         return cases
+
+    def _records(self, connection: Connection, results: Iterable[Sequence[store.Row]]) -> Records | None:
+        """The makers of these results, if anything asks for more than their users and hosts."""
+        if not self.judge.independence.blocked and not any(
+            job is not None and job.config.trust != TrustSection() for job in self.jobs.values()
+        ):
+            return None
+        return read_records(connection, [row for rows in results for row in rows])
 
     # Judging.
 
