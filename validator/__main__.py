@@ -38,6 +38,7 @@ from validator.case import Case, Verdict
 from validator.decision import SOON
 from validator.evidence import Judge
 from validator.records import blocked_groups, read_records
+from validator.replays import Replays
 from validator.voters import Independence, Records
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
@@ -104,6 +105,10 @@ class Validator:
         )
         self.patience = Patience(self.clock)
 
+    @property
+    def replays(self) -> Replays:
+        return self.judge.replays
+
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
         self.jobs.clear()
@@ -112,11 +117,21 @@ class Validator:
             with self.database.read() as connection:
                 blocked = blocked_groups(connection)
             self.judge.independence = replace(self.judge.independence, blocked=blocked)
-            worked, again = self._handle(self._waiting())
-            for _ in range(MAX_RESTARTS - 1):
-                if again:
-                    more, again = self._handle([again])
-                    worked |= more
+            worked = self.replays.poll()
+            worked |= self._look()
+            while self.options.one_pass and self.replays.busy:
+                self.stopper.sleep(0.05)
+                if self.replays.poll():
+                    worked |= self._look()
+        return worked
+
+    def _look(self) -> bool:
+        """Judge what needs it and does not wait for the server's own computation."""
+        worked, again = self._handle(self._waiting())
+        for _ in range(MAX_RESTARTS - 1):
+            if again:
+                more, again = self._handle([again])
+                worked |= more
         for identifier in again:
             log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
         return worked
@@ -137,11 +152,14 @@ class Validator:
                 page = store.needing_validation(
                     connection, self.appid, WORKUNITS_PER_PASS, after=page[-1], mod=self.options.mod
                 )
-            mine = [each for each in page if self.options.takes(each) and self.patience.allows(each)]
+            mine = [each for each in page if self.options.takes(each) and self._may_judge(each)]
             if self.options.limit is not None:
                 mine = mine[: self.options.limit - self.handled]
                 self.handled += len(mine)
             yield mine
+
+    def _may_judge(self, identifier: int) -> bool:
+        return self.patience.allows(identifier) and not self.replays.waits(identifier)
 
     def _handle(self, pages: Iterable[Sequence[int]]) -> tuple[bool, list[int]]:
         """Judge and write these workunits: whether any was decided, and those that changed under our hands.
@@ -234,6 +252,9 @@ class Validator:
             self.patience.later(case.id)
             log.warning("%s %s; later", case, verdict.decision.note)
             return None
+        if verdict.decision.replay and not self.options.dry_run:
+            self.replays.want(case, verdict.decision.replay)
+            return None
         return verdict
 
     def _judge(self, case: Case) -> Verdict:
@@ -260,7 +281,21 @@ class Validator:
         for each in verdicts:
             if each.case.id not in changed:
                 _report(each)
+                self._name_unchecked(each)
         return sorted(changed)
+
+    def _name_unchecked(self, verdict: Verdict) -> None:
+        """Name what was accepted from a host alone before the server refuted one of its results."""
+        for row in verdict.case.results:
+            change = verdict.decision.results.get(int(row["id"]))
+            if change is not None and change.refuted and change.validate_state != row["validate_state"]:
+                with self.database.read() as connection:
+                    names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
+                log.critical(
+                    "[HOST#%d] returned something else than the task; accepted from it without a second copy: %s",
+                    row["hostid"],
+                    ", ".join(names) or "nothing",
+                )
 
     def _write(self, connection: Connection, verdicts: Sequence[Verdict]) -> set[int]:
         """The statements of one transaction, in BOINC's order; returns the workunits that were left out."""
@@ -398,7 +433,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     log.info("%s", voters)
     validator = Validator(started.options, started.tree, started.database, started.appid, started.stopper, rules)
-    return run(started, "validator", validator.one_pass)
+    try:
+        return run(started, "validator", validator.one_pass)
+    finally:
+        validator.replays.stop()
 
 
 def rules_of(started: Started) -> Rules:

@@ -23,12 +23,13 @@ from boinc_project.contract.microtask import essentials
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree
 from validator import traces
-from validator.agreement import pair_distances
+from validator.agreement import distance, pair_distances
 from validator.case import Case, Verdict
 from validator.copies import Copies, same_file, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
 from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read, work_norm
 from validator.lottery import Lottery, project_lottery
+from validator.replays import Replays
 from validator.replication import STRANGE_NORM, why_not_alone
 from validator.sanity import load
 from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
@@ -58,6 +59,7 @@ class Judge:
     independence: Independence = field(default_factory=Independence)
     clock: Callable[[], float] = time.time
     copies: Copies = field(default_factory=Copies)
+    replays: Replays = field(default_factory=Replays)
     norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
 
     @cached_property
@@ -105,11 +107,27 @@ class Judge:
             estimates,
             established=votes.established,
             not_alone=self._not_alone(case, witnesses, suspicions),
+            **self._by_server(case, reading, suspicions),
         )
         decision = decide(evidence)
         canonical = int(decision.canonical or case.unit["canonical_resultid"] or 0)
         apart = {i: pairs[min(i, canonical), max(i, canonical)] for i in _others(reading.tensors, canonical)}
         return Verdict(case, decision, reading.digests, reading.marks, apart or estimates, suspicions, kind)
+
+    def _by_server(self, case: Case, reading: Reading, suspicions: Mapping[int, str]) -> dict[str, Any]:
+        """What the server computes, or has computed, of this microtask itself: fields of Evidence."""
+        trust = case.job.config.trust
+        done, tensors = self.replays.of(case.name)
+        if case.unit["canonical_resultid"] or (done and tensors is None):
+            return {}
+        if tensors is not None:
+            return {"replayed": {i: distance(tensors, mine) for i, mine in reading.tensors.items()}}
+        check = ""
+        if trust.spot_check_share and self.lottery.drawn(trust.spot_check_share, "spot", case.name):
+            check = "it is drawn for a spot check"
+        elif suspicions and (trust.spot_check_share or trust.replay_disputes):
+            check = "a copy of it looks copied"
+        return {"check": check, "disputes": trust.replay_disputes}
 
     # Who made them.
 

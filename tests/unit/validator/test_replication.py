@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
 
 from boinc_project import database
-from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_job, gt_trust
-from boinc_project.states import ServerState, ValidateState
+from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
+from boinc_project.states import ValidateState
 from tests.tiny_project import TinyProject, tiny_project
+from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_trust
 from validator.lottery import project_lottery
 
 pytestmark = pytest.mark.usefixtures("each_database")
 VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, ValidateState.INCONCLUSIVE
-
-
-def with_trust(project: TinyProject, **keys: Any) -> None:
-    """Set keys of [trust] in the running job."""
-    settings = json.loads(project.job.config.canonical_json())
-    settings["trust"].update(keys)
-    with project.db.transaction() as connection:
-        connection.execute(sa.update(gt_job).values(config=json.dumps(settings)))
 
 
 @pytest.fixture
@@ -35,32 +25,8 @@ def project() -> Iterator[TinyProject]:
         yield made
 
 
-def judged(project: TinyProject) -> None:
-    """A fresh validator, as after a restart."""
-    project.transitioner.run_once()
-    project.validator().one_pass()
-    project.transitioner.run_once()
-
-
-def trusted(project: TinyProject, host: int, kind: str, good: float = 1e9) -> None:
-    if not project.rows(database.host, id=host):
-        project.add_host(host, host)
-    row = {"host_id": host, "kind": kind, "valid": 50, "consecutive_valid": 50, "good": good, "judge_time": time.time()}
-    with project.db.transaction() as connection:
-        connection.execute(gt_trust.delete().where(gt_trust.c.host_id == host))
-        connection.execute(gt_trust.insert(), row)
-
-
-def kind_of(project: TinyProject) -> str:
-    return f"gradient:{project.job.facts.graph.sha256[:16]}"
-
-
 def unit_of(project: TinyProject, result: dict[str, Any]) -> dict[str, Any]:
     return project.unit_of(result)
-
-
-def unsent(project: TinyProject, unit: int) -> list[dict[str, Any]]:
-    return project.rows(database.result, workunitid=unit, server_state=int(ServerState.UNSENT))
 
 
 def adaptive(project: TinyProject, floor: float = 1e-6) -> list[dict[str, Any]]:
@@ -139,10 +105,8 @@ def test_a_trusted_copy_that_repeats_another_gradient_gets_a_second_one(project:
     first, other = project.issue()
     project.answer(first, user=1)
     judged(project)
-    from tests.unit.validator.test_traces import _gradients, _with_gradients
-
-    old = _gradients(project, unit_of(project, first))
-    project.answer(other, _with_gradients(project, unit_of(project, other), lambda n: old[n]), user=1)
+    old = gradients_of(project, unit_of(project, first))
+    project.answer(other, with_gradients(project, unit_of(project, other), lambda n: old[n]), user=1)
     judged(project)
     assert unit_of(project, other)["canonical_resultid"] == 0
     assert len(unsent(project, other["workunitid"])) == 1
