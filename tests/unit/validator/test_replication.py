@@ -12,7 +12,7 @@ from boinc_project import database
 from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
 from boinc_project.states import ValidateState
 from tests.tiny_project import TinyProject, tiny_project
-from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_trust
+from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_gradients, with_trust
 from validator.lottery import project_lottery
 
 pytestmark = pytest.mark.usefixtures("each_database")

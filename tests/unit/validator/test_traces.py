@@ -13,7 +13,7 @@ from boinc_project import database, store
 from boinc_project.gt_tables import gt_fingerprint, gt_trust
 from boinc_project.states import ServerState
 from tests.tiny_project import TinyProject, tiny_project
-from tests.trusting import gradients_of
+from tests.trusting import gradients_of, with_gradients
 from validator import traces
 from validator.copies import same_file
 
