@@ -26,7 +26,7 @@ from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_fl
 from boinc_project.daemon import Options, Patience, Stopper, UsageError
 from boinc_project.daemon_start import Started, outside_faults, run, start
 from boinc_project.database import Database, app, is_lost, result, workunit
-from boinc_project.gt_tables import gt_microtask
+from boinc_project.gt_tables import JobState, gt_microtask
 from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
@@ -36,8 +36,9 @@ from validator import traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
 from validator.case import Case, Verdict
 from validator.decision import SOON
+from validator.drift import findings
 from validator.evidence import Judge
-from validator.records import blocked_groups, read_records
+from validator.records import blocked_groups, judged_pairs, read_records
 from validator.replays import Replays
 from validator.voters import Independence, Records
 
@@ -98,6 +99,7 @@ class Validator:
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
     swept: float = 0.0  # when old fingerprints were last looked for
+    tested: float = 0.0  # when groups were last tested for drift
 
     def __post_init__(self) -> None:
         self.judge = Judge(
@@ -114,9 +116,7 @@ class Validator:
         self.jobs.clear()
         with outside_faults():
             self._sweep()
-            with self.database.read() as connection:
-                blocked = blocked_groups(connection)
-            self.judge.independence = replace(self.judge.independence, blocked=blocked)
+            self._look_at_groups()
             worked = self.replays.poll()
             worked |= self._look()
             while self.options.one_pass and self.replays.busy:
@@ -124,6 +124,23 @@ class Validator:
                 if self.replays.poll():
                     worked |= self._look()
         return worked
+
+    def _look_at_groups(self) -> None:
+        """Which groups have no vote, and, where devices must be independent, which drift and are suspect: at first
+        and once an hour."""
+        now = self.clock()
+        with self.database.read() as connection:
+            self.judge.independence = replace(self.judge.independence, blocked=blocked_groups(connection))
+            if 0 <= now - self.tested < SWEEP_S:
+                return
+            self.tested = now
+            jobs = store.jobs(connection, JobState.RUNNING, appid=self.appid)
+            wanted = any(job.config.trust.independent_devices for job in jobs)
+            pairs = judged_pairs(connection, now) if wanted else []
+        suspect = frozenset(one.group for one in findings(pairs) if one.drifts)
+        for group in sorted(suspect - self.judge.independence.suspect):
+            log.warning("%s drifts: its copies confirm one another no more (boinc-train trust show)", group)
+        self.judge.independence = replace(self.judge.independence, suspect=suspect)
 
     def _look(self) -> bool:
         """Judge what needs it and does not wait for the server's own computation."""

@@ -236,14 +236,16 @@ def _found(canonical: int, changes: Mapping[int, ResultChange]) -> Decision:
 def _raised_quorum(evidence: Evidence, ids: Sequence[int]) -> tuple[int, str]:
     """The quorum that these copies need, and why it is more than the workunit's own.
 
-    Where one copy may be enough, two that are there must agree: one of them is not picked over the other.
+    Where one copy may be enough, two that are there must agree: one of them is not picked over the other. Copies
+    without a vote do not count here: beside one of them another may still stand alone.
     """
     min_quorum = int(evidence.workunit["min_quorum"])
-    if min_quorum > 1 or evidence.not_alone is None or not ids:
+    voting = [identifier for identifier in ids if evidence.voters[identifier] is not None]
+    if min_quorum > 1 or evidence.not_alone is None or not voting:
         return min_quorum, ""
-    if len(ids) > 1:
+    if len(voting) > 1:
         return 2, ""
-    why = evidence.not_alone.get(ids[0], "")
+    why = evidence.not_alone.get(voting[0], "")
     return (2, why) if why else (1, "")
 
 

@@ -8,8 +8,9 @@ Two copies are one vote if they are from
     one family of GPUs with one driver, where the job asks for independent devices or the family is suspect.
 
 Being one vote is passed on: A with B and B with C makes A, B and C one. That errs on the side of one copy more. Copies
-of a blocked group are no vote. What BOINC's scheduler checks when it sends (one_result_per_user_per_wu) is checked
-again here, because hosts change users and reports come from where they like.
+of a blocked group, or of a host with more bad results than good ones, are no vote. What BOINC's scheduler checks when it
+sends (one_result_per_user_per_wu) is checked again here, because hosts change users and reports come from where they
+like.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from boinc_project.reliability import is_trusted, reliability
+from boinc_project.reliability import is_distrusted, is_trusted, reliability
 from boinc_project.standard.plan_classes import processor_of
 
 Row = Mapping[str, Any]
@@ -40,7 +41,8 @@ class Witness:
     newcomer   account, host or record are too young to carry a quorum
     device     family and driver of the GPU that computed; '' for a processor
     groups     names of the groups that the copy belongs to (validator/drift.py)
-    trusted    one copy of this host may be enough; reliability: from 0 to 1
+    trusted    one copy of this host may be enough; distrusted: its copies confirm nobody
+    reliability  from 0 to 1
     """
 
     user: int
@@ -50,6 +52,7 @@ class Witness:
     device: str = ""
     groups: frozenset[str] = frozenset()
     trusted: bool = False
+    distrusted: bool = False
     reliability: float = 0.0
 
 
@@ -86,7 +89,7 @@ def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rule
             a, b = root(identifier), root(first.setdefault(tie, identifier))
             parent[max(a, b)] = min(a, b)  # the label is the smallest id: it does not depend on the order
     voters: dict[int, Hashable] = {
-        i: None if witness.groups & rules.blocked else root(i) for i, witness in witnesses.items()
+        i: None if witness.distrusted or witness.groups & rules.blocked else root(i) for i, witness in witnesses.items()
     }
     return Votes(voters, frozenset(i for i, witness in witnesses.items() if not witness.newcomer))
 
@@ -143,6 +146,7 @@ def witness_of(result: Row, kind: str, records: Records, newcomers: Newcomers, n
         device=f"{family} {driver}".strip(),
         groups=groups_of(result, plan_class, family, driver),
         trusted=is_trusted(record, now),
+        distrusted=is_distrusted(record, now),
         reliability=reliability(record, now),
     )
 

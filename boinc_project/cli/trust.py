@@ -18,14 +18,11 @@ from boinc_project.cli.project import open_project, project_option
 from boinc_project.cli.status import ago, refutation
 from boinc_project.cli.tables import table
 from boinc_project.database import Database
-from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
+from boinc_project.gt_tables import gt_blocked, gt_trust
 from boinc_project.reliability import is_trusted, reliability
-from validator.drift import Finding, findings, pairs_of
-from validator.records import blocked_groups, read_records
-from validator.voters import device_of, groups_of
+from validator.drift import Finding, findings
+from validator.records import blocked_groups, judged_pairs
 
-WINDOW_S = 14 * 86400.0  # results that the test looks at
-MOST_ROWS = 50_000
 SHOWN = 30
 SORTS = ("host", "user", "version", "class", "device", "driver")
 
@@ -82,28 +79,11 @@ def unblock(group: str, project_dir: Path | None) -> None:
 def render(database: Database, now: float) -> Group:
     """The whole picture as tables. Names of devices came from volunteers and are escaped."""
     with database.read() as connection:
-        return Group(_host_table(connection, now), _group_table(drift(connection, now)), _blocked_table(connection))
-
-
-def drift(connection: Connection, now: float) -> list[Finding]:
-    """What the test says of every group of the results of the last days."""
-    columns = [column for column in gt_fingerprint.c if column.name != "marks"]
-    query = sa.select(*columns).where(gt_fingerprint.c.judge_time > now - WINDOW_S)
-    rows = [
-        dict(row)
-        for row in connection.execute(query.order_by(gt_fingerprint.c.judge_time.desc()).limit(MOST_ROWS)).mappings()
-    ]
-    names = {"result_id": "id", "host_id": "hostid", "user_id": "userid", "app_version_id": "app_version_id"}
-    results = [{name: row[column] for column, name in names.items()} for row in rows]
-    records = read_records(connection, results)
-    groups = {}
-    for row, result in zip(rows, results, strict=True):
-        version = int(result["app_version_id"])
-        plan_class = str(records.versions.get(version, {}).get("plan_class") or "")
-        serial = str(records.hosts.get(int(result["hostid"]), {}).get("serialnum") or "")
-        named = groups_of(result, plan_class, *device_of(plan_class, version, serial))
-        groups[str(row["workunit_name"]), int(row["result_id"])] = named
-    return findings(pairs_of(rows, groups))
+        return Group(
+            _host_table(connection, now),
+            _group_table(findings(judged_pairs(connection, now))),
+            _blocked_table(connection),
+        )
 
 
 def _host_table(connection: Connection, now: float) -> Table:

@@ -16,6 +16,8 @@ from boinc_project.cli import trust as commands
 from boinc_project.cli.main import main
 from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
 from tests.tiny_project import TinyProject, tiny_project
+from validator.drift import findings
+from validator.records import judged_pairs
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_a_drifting_driver_is_named_and_can_be_blocked_and_unblocked(project: Ti
             rows = [trail(n, 2 * n, first, "canonical", None), trail(n, 2 * n + 1, second, "valid", apart)]
             connection.execute(gt_fingerprint.insert(), rows)
     with project.db.read() as connection:
-        found = [one.group for one in commands.drift(connection, time.time()) if one.drifts]
+        found = [one.group for one in findings(judged_pairs(connection, time.time())) if one.drifts]
     assert found == ["driver:GTX 1080 666"]
     code, text = ran(project, "show")
     assert code == 0 and "drifts" in text

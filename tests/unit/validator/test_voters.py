@@ -257,3 +257,13 @@ def test_a_host_that_lies_in_a_tenth_of_its_work_after_long_good_conduct_is_foun
                 undetected.append(n // 10)
                 break
     assert len(undetected) == 20 and sum(undetected) / 20 < 40
+
+
+def test_a_host_with_more_bad_results_than_good_ones_has_no_vote_until_good_ones_outnumber_them() -> None:
+    def voter(good: float, bad: float) -> object:
+        made = witness(OLD, OLD, Newcomers(), record(good=good, bad=bad))
+        return count_votes({1: made}, {}, Independence()).voters[1]
+
+    assert voter(0, 2) is not None, "two accidents"
+    assert voter(2, 3) is None
+    assert voter(4, 3) is not None
