@@ -8,8 +8,8 @@ Two copies are one vote if they are from
     one family of GPUs with one driver, where the job asks for independent devices or the family is suspect.
 
 Being one vote is passed on: A with B and B with C makes A, B and C one. That errs on the side of one copy more. Copies
-of a blocked group, or of a host with more bad results than good ones, are no vote. What BOINC's scheduler checks when it
-sends (one_result_per_user_per_wu) is checked again here, because hosts change users and reports come from where they
+of a blocked group, or of a host with more bad results than good ones, are no vote. What BOINC's scheduler checks when
+it sends (one_result_per_user_per_wu) is checked again here, because hosts change users and reports come from where they
 like.
 """
 
