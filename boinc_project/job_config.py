@@ -402,6 +402,36 @@ class SupplySection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrustSection:
+    """[trust]: whose copies confirm one another, when one is enough, and what the server recomputes."""
+
+    adaptive_replication: bool = _key(
+        _flag, "one copy is enough from a host with a good record; all others get a second one", default=False
+    )
+    audit_floor: float = _key(
+        _number(0, 1, 0.05, above=True),
+        "adaptive_replication: least share of such copies that get a second one all the same",
+        default=0.05,
+    )
+    newcomer_days: float = _key(
+        _number(0, 3650, 7), "users and hosts younger than so many days are newcomers", default=0.0
+    )
+    newcomer_results: int = _key(
+        _integer(0, 10_000, 5), "hosts with fewer valid results of this kind of work are newcomers", default=0
+    )
+    independent_devices: bool = _key(
+        _flag, "GPUs of one family and driver are one vote: another kind of device must confirm them", default=False
+    )
+    spot_check_share: float = _key(
+        _number(0, 1, 0.02), "share of workunits that the server computes itself before they are accepted", default=0.0
+    )
+    replay_disputes: bool = _key(
+        _flag, "what volunteers cannot agree on is computed by the server instead of failing", default=False
+    )
+    replay_backend: str = _key(_choice("numpy", "torch"), "what the server computes with", default="numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """The whole of job.toml, every key checked and every default filled in.
 
@@ -419,6 +449,7 @@ class JobConfig:
     codec: CodecSection
     workunit: WorkunitSection
     supply: SupplySection
+    trust: TrustSection
     folder: Path
 
     def canonical_json(self) -> str:
@@ -480,6 +511,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "codec": CodecSection,
     "workunit": WorkunitSection,
     "supply": SupplySection,
+    "trust": TrustSection,
 }
 
 

@@ -178,8 +178,9 @@ class Forms:
             rsc_memory_bound=MEMORY_MARGIN * (facts.memory_bytes + PROGRAM_MEMORY_BYTES),
             rsc_disk_bound=disk,
             delay_bound=unit.delay_bound_s,
-            min_quorum=unit.min_quorum,
-            target_nresults=unit.target_nresults,
+            # The validator raises both for a copy that may not stand alone (validator/decision.py).
+            min_quorum=1 if self._config.trust.adaptive_replication else unit.min_quorum,
+            target_nresults=1 if self._config.trust.adaptive_replication else unit.target_nresults,
             max_error_results=unit.max_error_results,
             max_total_results=unit.max_total_results,
             max_success_results=unit.max_success_results,
