@@ -2,7 +2,7 @@
 
     boinc_project  <-  work_generator, apps, validator, assimilator      (apps: boinc_project.contract only)
     contract       ->  numpy, safetensors, zstandard, the standard library
-    cli            ->  everything: it is the composition root
+    cli, simulator ->  everything: they are composition roots
 
 Read from the source with `ast`; nothing is imported.
 """
@@ -29,6 +29,7 @@ MODULES_ABOUT_THEM = {
     },
 }
 CONTRACT = "boinc_project/contract/"
+COMPOSITION_ROOTS = ("boinc_project/cli/", "boinc_project/simulator/")
 CONTRACT_LIBRARIES = {"numpy", "safetensors", "zstandard"}
 
 
@@ -92,14 +93,16 @@ def test_the_application_knows_nothing_of_the_project_but_the_contract() -> None
     assert offences(files("apps"), forbidden) == []
 
 
-def test_only_the_command_line_imports_the_stations() -> None:
-    paths = [path for path in files("boinc_project") if not path.startswith("boinc_project/cli/")]
+def test_only_the_composition_roots_import_the_stations() -> None:
+    paths = [path for path in files("boinc_project") if not path.startswith(COMPOSITION_ROOTS)]
     assert offences(paths, lambda path, each: each.root in STATIONS) == []
 
 
-def test_nothing_imports_the_command_line() -> None:
+def test_nothing_imports_the_command_line_and_only_it_the_simulator() -> None:
     paths = [path for path in files(*PACKAGES) if not path.startswith("boinc_project/cli/")]
     assert offences(paths, lambda path, each: f"{each.name}.".startswith("boinc_project.cli.")) == []
+    paths = [path for path in paths if not path.startswith("boinc_project/simulator/")]
+    assert offences(paths, lambda path, each: f"{each.name}.".startswith("boinc_project.simulator.")) == []
 
 
 def test_packages_do_not_import_tests_or_examples() -> None:

@@ -15,6 +15,7 @@ from boinc_project.cli.errors import user_mistakes
 from boinc_project.cli.jobs import job, weights
 from boinc_project.cli.local import export, run
 from boinc_project.cli.project import build_app, serve
+from boinc_project.cli.simulate import simulate
 from boinc_project.cli.standard import doctor, install, uninstall
 from boinc_project.cli.status import status
 from boinc_project.cli.tune import tune
@@ -60,5 +61,5 @@ def main() -> None:
     """Train PyTorch models on volunteers' computers through a BOINC project."""
 
 
-for command in (demo, serve, install, uninstall, doctor, build_app, job, status, weights, export, run, tune):
+for command in (demo, serve, install, uninstall, doctor, build_app, job, status, weights, export, run, simulate, tune):
     main.add_command(command)

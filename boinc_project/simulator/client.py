@@ -13,6 +13,7 @@ does not ask in vain; all runtimes are guessed right; nothing is suspended while
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -317,6 +318,7 @@ class Client:
                 self._disk.pop(file.name, None)
 
 
+@functools.lru_cache(maxsize=4096)  # the same for every copy
 def read_workunit(text: str) -> Work:
     """A `<workunit>` of a reply, with its `<file_info>` elements."""
     root = etree.fromstring(f"<reply>{text}</reply>")

@@ -8,6 +8,7 @@ bit-equal while a host's own answer is always the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from apps.gradient.backends import open_backend
 from apps.gradient.runner import Loaded, Run, load
 from boinc_project.contract.codecs import Codec
+from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import Microtask
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import Update, write_update
@@ -50,6 +52,9 @@ class Computed:
         return self.microtask.codec
 
 
+_graph = functools.lru_cache(maxsize=8)(Graph.from_bytes)
+
+
 class Computer:
     """Computes microtasks with one of the application's backends (numpy, torch), on one thread."""
 
@@ -65,7 +70,7 @@ class Computer:
         name."""
         found = self._kept.get(key)
         if found is None:
-            loaded = load(lambda name: files[name])
+            loaded = load(lambda name: files[name], read_graph=_graph)
             found = Computed(loaded.microtask, loaded.digest, loaded.types, self._run(loaded), files)
             self._keep(self._kept, key, found)
             self.computed += 1
@@ -73,8 +78,8 @@ class Computer:
 
     def changed(self, computed: Computed, change: Callable[[str, Array], Array]) -> Tensors:
         """The update over other data: `change` gets the name and contents of each tensor of each shard."""
-        loaded = load(lambda name: computed.files[name])
-        shards = [{name: change(name, array) for name, array in shard.items()} for shard in loaded.shards]
+        loaded = load(lambda name: computed.files[name], read_graph=_graph)
+        shards: list[Tensors] = [{n: change(n, array) for n, array in shard.items()} for shard in loaded.shards]
         return self._run(dataclasses.replace(loaded, shards=shards))
 
     def _run(self, loaded: Loaded) -> dict[str, Array]:
@@ -138,7 +143,7 @@ class Evaluation:
         document = self.folder / "microtask.json"
         document.write_bytes(self._microtask.to_json())
         places = {**self._files, document.name: document}
-        run = Run(load(lambda name: places[name]), open_backend("numpy", 1))
+        run = Run(load(lambda name: places[name], read_graph=_graph), open_backend("numpy", 1))
         while not run.done:
             run.step()
         return Update(run.update(), {})

@@ -50,7 +50,9 @@ class Host:
                 raise HostsError(f"host {self.name}: the interval from {start} to {end} is empty or out of order")
             last = end
         if self.period and not last <= self.period < math.inf:
-            raise HostsError(f"host {self.name}: its intervals end at {last}, after its period of {self.period} seconds")
+            raise HostsError(
+                f"host {self.name}: its intervals end at {last}, after its period of {self.period} seconds"
+            )
 
     def intervals(self) -> Iterator[Interval]:
         """When it is on, in order; endless for a host that comes again and again."""

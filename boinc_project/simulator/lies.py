@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -62,8 +62,8 @@ class Behaviour(Protocol):
 class Honest:
     """Does what it was asked for."""
 
-    works: float = 1.0
-    lies: bool = False
+    works: ClassVar[float] = 1.0
+    lies: ClassVar[bool] = False
 
     def answer(self, situation: Situation) -> Tensors | None:
         return situation.honest
@@ -71,8 +71,8 @@ class Honest:
 
 @dataclass(frozen=True)
 class _Liar:
-    works: float = 1.0
-    lies: bool = True
+    works: ClassVar[float] = 1.0
+    lies: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Mimic(_Liar):
 class FreeRider(_Liar):
     """Normal noise of this standard deviation, made without computing."""
 
-    works: float = 0.0
+    works: ClassVar[float] = 0.0
     deviation: float = 1e-3
 
     def answer(self, situation: Situation) -> Tensors | None:
@@ -211,8 +211,8 @@ BEHAVIOURS: Mapping[str, Callable[[], Behaviour]] = {
 
 
 def alie_z(n: int, f: int) -> float:
-    """The paper's z: with s = floor(n / 2 + 1) - f honest workers that must come to lie beyond mu - z sigma, the largest
-    z with Phi(z) < (n - f - s) / (n - f)."""
+    """The paper's z, the largest with Phi(z) < (n - f - s) / (n - f), where s = floor(n / 2 + 1) - f honest workers
+    must come to lie beyond mu - z sigma."""
     from statistics import NormalDist
 
     supporters = math.floor(n / 2 + 1) - f

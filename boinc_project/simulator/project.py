@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from boinc_project.server.file_deleter import FileDeleter
 from boinc_project.server.messages import SchedulerReply, SchedulerRequest
 from boinc_project.server.scheduler_service import INDEXES, SchedulerService
 from boinc_project.server.transitioner import Transitioner
-from boinc_project.server.uploads import UploadHeader, UploadStore
+from boinc_project.server.uploads import COMPLETED_MODE, UploadStore
 from boinc_project.simulator.client import read_workunit
 from boinc_project.simulator.computing import Evaluation
 from boinc_project.store import JobRow
@@ -74,7 +74,8 @@ class PrivateProject:
         store.create_own_tables(self.db)
         self.appid = _publish_app(self.tree, self.db)
         self.job_id = publish_job(self.tree, self.db, job, exported, APP, lambda text: None)
-        self._disk = folder / "disk"  # of all hosts: whatever any of them was sent, also when the project has deleted it
+        # The disk of all hosts: whatever any of them was sent, also when the project has deleted it.
+        self._disk = folder / "disk"
         self._disk.mkdir()
         self.transitioner = Transitioner(self.db, self.tree.config, upload_key=None, clock=clock.now)
         self.scheduler = SchedulerService(self.tree, self.db, self.transitioner, clock=clock.now)
@@ -125,16 +126,15 @@ class PrivateProject:
         return reply
 
     def upload(self, name: str, data: bytes) -> None:
-        """A file as a client sends it."""
-        md5 = hashlib.md5(data).hexdigest()
-        header = UploadHeader(name=name, signature="", max_nbytes=-1, nbytes=len(data), md5=md5, offset=0)
-        upload = self.uploads.begin(header)
-        if upload is not None:
-            upload.write(data)
-            upload.finish()
+        """A file of a client's, complete, as the upload handler leaves it: one that is there is never written again."""
+        path = self.tree.upload_path(name)
+        path.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(path, "xb") as stream:
+            stream.write(data)
+        path.chmod(COMPLETED_MODE)
 
     def places(self, opened: Mapping[str, str]) -> dict[str, Path]:
-        """Where the files of a workunit are, by open name. FileNotFoundError if one never reached a host and is gone."""
+        """Where the files of a workunit are, by open name. FileNotFoundError if one was never sent and is gone."""
         return {open_name: self._fetch(name) for open_name, name in opened.items()}
 
     def _fetch(self, name: str) -> Path:
@@ -148,9 +148,7 @@ class PrivateProject:
         query = (
             sa.select(database.workunit.c.xml_doc)
             .join(gt_microtask, gt_microtask.c.workunit_name == database.workunit.c.name)
-            .where(
-                gt_microtask.c.job_id == self.job_id, gt_microtask.c.version == version, gt_microtask.c.attempt == 0
-            )
+            .where(gt_microtask.c.job_id == self.job_id, gt_microtask.c.version == version, gt_microtask.c.attempt == 0)
             .order_by(gt_microtask.c.slot)
         )
         with self.db.read() as connection:
@@ -185,8 +183,3 @@ def _publish_app(tree: ProjectTree, db: Database) -> int:
     appid = app_versions.add_app(db, APP, "Gradient training", now=now)
     app_versions.update_versions(tree, db, now=now)
     return appid
-
-
-def paths_gone(places: Sequence[Mapping[str, Path]]) -> bool:
-    """Whether any of these files has been deleted."""
-    return any(not path.exists() for each in places for path in each.values())

@@ -1,13 +1,15 @@
 """All of it together: hosts in virtual time around a private project, and when its daemons make their passes.
 
 A daemon makes a pass at the next multiple of its interval after something happened that it may have to do with, and
-otherwise every IDLE_S: a pass that finds nothing changes nothing, so that those in between need not be made. The
-transitioner handles reports at once, as the embedded server has it, and what a daemon wrote right after its pass.
+otherwise every ten minutes: a pass that finds nothing changes nothing, so that those in between need not be made. The
+generator, which looks for stragglers, makes one at least every fourth of the time after which a copy is one. The
+transitioner handles reports at once, as the embedded server has it, what a daemon wrote right after its pass, and
+missed deadlines within a minute.
 """
 
 from __future__ import annotations
 
-import logging
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ from work_generator.job import Job
 EPOCH = 1_767_225_600.0
 
 IDLE_S = 60.0
+LONG_IDLE_S = 600.0
 FILE_DELETE_S = 600.0
 
 
@@ -51,7 +54,7 @@ class Settings:
     seed: int = 0
     backend: str = "numpy"
     noise: float = 0.0
-    habits: Habits = Habits()
+    habits: Habits = field(default_factory=Habits)
     intervals: Mapping[str, float] = field(
         default_factory=lambda: {"generator": 5.0, "validator": 5.0, "assimilator": 5.0}
     )
@@ -100,6 +103,7 @@ class Simulation:
         self.moments: list[VersionMoment] = []
         self._rounds: dict[int, Sequence[Tensors]] = {}
         self._ticks: dict[str, Event] = {}
+        self._last_pass: dict[str, float] = {}
         self._folder, self._job, self._exported = folder, job, exported
         self._hosts, self._behaviours = hosts, behaviours
         self._is_over = False
@@ -129,9 +133,7 @@ class Simulation:
     def _client(self, host: Host) -> Client:
         key = self.project.add_account(host.name)
         behaviour = self._behaviours.get(host.name, Honest())
-        return Client(
-            self, host, key, behaviour, self.settings.habits, seeded("client", self.settings.seed, host.name)
-        )
+        return Client(self, host, key, behaviour, self.settings.habits, seeded("client", self.settings.seed, host.name))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Let it happen until the job has ended, `until()` holds, or the horizon is reached."""
@@ -192,6 +194,7 @@ class Simulation:
 
     def _pass(self, name: str) -> None:
         self._ticks.pop(name, None)
+        self._last_pass[name] = self.events.now
         worked = self._passes[name]()
         self.project.transitioner.run_once()
         if not worked:
@@ -213,10 +216,13 @@ class Simulation:
     def _idle(self) -> None:
         """What only time brings about: deadlines, stragglers, storage that is back."""
         self.project.transitioner.run_once()
+        self._look_at_the_job()
         for name in self._passes:
-            self._tick(name)
-        if self.project.job.state != JobState.RUNNING:
-            self._is_over = True
+            after = LONG_IDLE_S
+            if name == "generator":
+                after = min(after, self._job.config.supply.straggler_after_s / 4)
+            if self.events.now - self._last_pass.get(name, -math.inf) >= after:
+                self._tick(name)
         self.events.after(IDLE_S, self._idle)
 
     def _delete_files(self) -> None:
@@ -247,7 +253,7 @@ def simulated(
     behaviours: Mapping[str, Behaviour] | None = None,
 ) -> Iterator[Simulation]:  # fmt: skip
     """A simulation ready to `run`, in a folder of its own; what came of it can be read until the block ends."""
-    logging.getLogger("apps").setLevel(logging.WARNING)
+    gc.freeze()  # what PyTorch and others have made at their import would be looked through again and again
     with private_folder() as folder:
         made = Simulation(folder, job, exported, hosts, settings or Settings(), behaviours or {})
         with made.prepared() as simulation:

@@ -78,7 +78,8 @@ def fedscale_hosts(text: str, *, flops: float) -> list[Host]:
     found = []
     for name, device in devices.items():
         line = _number(device, name, "communication") * 125.0
-        active, period = ((0.0, math.inf),), 0.0
+        active: tuple[Interval, ...] = ((0.0, math.inf),)
+        period = 0.0
         if "active" in device:
             period = _number(device, name, "finish_time")
             active = _intervals(device, name, period)
