@@ -228,7 +228,8 @@ class Run:
         self._gradient = backend.program(graph)
         in_place = frozenset({"parameter", "optimizer"})
         self._optimizer = backend.program(loaded.optimizer, consume=in_place) if loaded.optimizer else None
-        self._adder = _adder(backend, graph, "gradient") if mode == "gradient" else None
+        sums = mode == "gradient" and loaded.microtask.steps > 1
+        self._adder = _adder(backend, graph, "gradient") if sums else None
         whole = self.form.batch_size == loaded.microtask.batch_size
         self._parts = None if whole else _adder(backend, graph, "gradient", "metric")
         self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}

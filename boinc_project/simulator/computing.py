@@ -12,14 +12,15 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from apps.gradient.backends import open_backend
+from apps.gradient.backends import Backend, Program, open_backend
 from apps.gradient.runner import Loaded, Run, load
 from boinc_project.contract.codecs import Codec
 from boinc_project.contract.graph import Graph
@@ -55,11 +56,31 @@ class Computed:
 _graph = functools.lru_cache(maxsize=8)(Graph.from_bytes)
 
 
+class _Remembering:
+    """A backend that prepares a graph once, as long as it is one of the last few."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._programs: OrderedDict[tuple[int, AbstractSet[str]], tuple[Graph, Program]] = OrderedDict()
+
+    def program(self, graph: Graph, verify: bool = False, consume: AbstractSet[str] = frozenset()) -> Program:
+        key = (id(graph), consume)  # of a graph that is kept here, so that no other one has its id
+        if key not in self._programs:
+            self._programs[key] = graph, self._backend.program(graph, verify, consume)
+        self._programs.move_to_end(key)
+        if len(self._programs) > 16:
+            self._programs.popitem(last=False)
+        return self._programs[key][1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
 class Computer:
     """Computes microtasks with one of the application's backends (numpy, torch), on one thread."""
 
     def __init__(self, backend: str = "numpy", noise: float = 0.0) -> None:
-        self._backend = open_backend(backend, 1)
+        self._backend = cast(Backend, _Remembering(open_backend(backend, 1)))
         self.noise = noise
         self.computed = 0  # microtasks so far
         self._kept: OrderedDict[str, Computed] = OrderedDict()

@@ -74,17 +74,17 @@ def test_time_is_virtual_inside_and_real_again_afterwards() -> None:
 
 def test_it_ends_at_its_horizon_where_nobody_works() -> None:
     gone = [dataclasses.replace(host, leaves=1.0) for host in HOSTS]
-    report = run(hosts=gone, settings=Settings(horizon=86400.0))
+    report = run(hosts=gone, settings=Settings(horizon=3600.0))
     assert (report.state, report.last.version, report.applied_s) == ("running", 0, 0.0)
 
 
 def test_colluding_liars_are_accepted_where_they_meet_and_counted() -> None:
     job, made = exported()
-    longer = with_settings(job, train={"max_versions": 12, "microtasks_per_version": 6})
+    longer = with_settings(job, train={"max_versions": 6, "microtasks_per_version": 6})
     liars = {host.name: SignFlip() for host in HOSTS[:3]}
     together = run((longer, made), behaviours=liars)
-    assert together.accepted == 72
-    assert 20 < together.accepted_bad < 60  # 3 of 5: (3/5)(2/4) + 2(3/5)(2/4)(2/3) = 0.7 of 72 if drawn at random
+    assert together.accepted == 36
+    assert 10 < together.accepted_bad < 36  # 3 of 5: (3/5)(2/4) + 2(3/5)(2/4)(2/3) = 0.7 of 36 if drawn at random
     apart = run((longer, made), behaviours={name: Apart(liar) for name, liar in liars.items()})
     assert apart.accepted_bad == 0
     assert apart.copies_per_accepted > together.copies_per_accepted > 2
@@ -95,7 +95,7 @@ def test_droppers_cost_time_and_nothing_else() -> None:
     job, made = exported()
     patient = with_settings(job, supply={"straggler_after_s": 60})
     calm = run((patient, made))
-    report = run((patient, made), behaviours={HOSTS[0].name: Drop()})
+    report = run((patient, made), behaviours={host.name: Drop() for host in HOSTS[:3]})
     assert report.digests == calm.digests
     assert report.last.when_s > calm.last.when_s
     assert report.goodput < calm.goodput
@@ -128,13 +128,13 @@ def test_hosts_without_work_come_again_when_the_project_says_or_back_off() -> No
     job, made = exported()
     calls = {}
     for delay in (10, 0):
-        settings = Settings(options={"gt_dry_rpc_delay": delay}, horizon=7200.0)
+        settings = Settings(options={"gt_dry_rpc_delay": delay}, horizon=3600.0)
         # One host alone makes no quorum: it is given one copy of each workunit and then none.
         with simulated(job, made, [Host(name="a", flops=4e9)], settings) as simulation:
             simulation.run()
             calls[delay] = simulation.clients[0].traffic.messages / 10_000
-    assert calls[10] > 400
-    assert 4 <= calls[0] <= 12
+    assert calls[10] > 200
+    assert 3 <= calls[0] <= 10
 
 
 def test_two_hosts_of_one_name_and_behaviours_of_nobody_are_refused() -> None:
