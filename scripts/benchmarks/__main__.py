@@ -14,6 +14,8 @@ from scripts.benchmarks.common import BenchmarkSkipped, machine
 BENCHMARKS = {
     "aggregate": "robust rules on 25 contributions of 300,000 numbers against byzfl's, one thread each",
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
+    "byzantine": "accuracy and accepted lies under attack: rules against byzfl's, and the whole system, simulated",
+    "churn": "goodput and loss when half of the simulated hosts leave for good",
     "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
     "gemm": "matrix products on OpenCL against PyTorch, and the share of the device's peak that they reach",
     "generator": "workunits created per second, their inputs shared, on MariaDB",
