@@ -4,7 +4,7 @@ The model is that of examples/digits with fewer hidden units. In each step every
 of its own, drawn from all training samples; bad ones replace theirs; a rule makes one vector of the n; one step of SGD
 follows. Momentum is damped, m <- beta m + (1 - beta) g, and may be kept in two places:
     worker   each worker sends its momentum, which it keeps from step to step (as published for most rules)
-    server   workers send gradients, and the server keeps the momentum of the aggregate (adapted: volunteers keep nothing)
+    server   workers send gradients, the server keeps the momentum of the aggregate (adapted: volunteers keep nothing)
 Attacks know all honest vectors of the step (boinc_project/simulator/lies.py has their definitions and sources).
 """
 
@@ -31,12 +31,12 @@ N = 25
 class Training:
     """What all runs share. `momentum` is beta; accuracy is the mean over the last `averaged` evaluations."""
 
-    steps: int = 150
-    batch: int = 16
+    steps: int = 300
+    batch: int = 32
     hidden: int = 64
-    rate: float = 0.5
+    rate: float = 1.0
     momentum: float = 0.9
-    every: int = 5
+    every: int = 10
     averaged: int = 4
 
 

@@ -1,5 +1,4 @@
-"""What the measurements on simulated volunteers share: example jobs with other settings, hosts whose tasks take minutes,
-and where plots go."""
+"""What the measurements on simulated volunteers share: example jobs with other settings, and where plots go."""
 
 from __future__ import annotations
 
