@@ -89,11 +89,16 @@ class Loaded:
         return memory_bytes(form.graph, self.optimizer, self.types, data)
 
 
-def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> Loaded:
+def load(
+    resolve: Callable[[str], Path],
+    memory_limit: float | None = None,
+    read_graph: Callable[[bytes], Graph] = Graph.from_bytes,
+) -> Loaded:
     """Read a microtask and its files.
 
-    `memory_limit` is in bytes. Raises ContractError (a file is not what the microtask names, or breaks
-    the contract) or TooLittleMemory (it needs more memory than the limit, even on the smallest parts of a batch).
+    `memory_limit` is in bytes; `read_graph` reads a graph's file (who loads the same one often may remember it).
+    Raises ContractError (a file is not what the microtask names, or breaks the contract) or TooLittleMemory (it needs
+    more memory than the limit, even on the smallest parts of a batch).
     """
     text = _bounded_read(resolve(MICROTASK_FILE), MICROTASK_FILE, MAX_MICROTASK_BYTES)
     microtask = Microtask.from_json(text)
@@ -108,12 +113,12 @@ def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> L
             raise ContractError(f"input file {name} is not the one that the microtask names", fault="digest")
         return data
 
-    gradient = Graph.from_bytes(contents(GRAPH_FILE))
+    gradient = read_graph(contents(GRAPH_FILE))
     forms = [Form(microtask.batch_size, gradient)]
     for size in microtask.smaller_batches:
-        forms.append(Form(size, Graph.from_bytes(contents(smaller_graph_file(size)))))
+        forms.append(Form(size, read_graph(contents(smaller_graph_file(size)))))
         check_smaller(gradient, microtask.batch_size, forms[-1].graph, size)
-    optimizer = Graph.from_bytes(contents(OPTIMIZER_FILE)) if microtask.mode == "local-steps" else None
+    optimizer = read_graph(contents(OPTIMIZER_FILE)) if microtask.mode == "local-steps" else None
     least = min(form.graph.peak_bytes() for form in forms)
     if memory_limit and least > memory_limit:
         raise TooLittleMemory(f"a step needs {least} bytes; this task may use {memory_limit:.0f}")
@@ -228,7 +233,8 @@ class Run:
         self._gradient = backend.program(graph)
         in_place = frozenset({"parameter", "optimizer"})
         self._optimizer = backend.program(loaded.optimizer, consume=in_place) if loaded.optimizer else None
-        self._adder = _adder(backend, graph, "gradient") if mode == "gradient" else None
+        sums = mode == "gradient" and loaded.microtask.steps > 1
+        self._adder = _adder(backend, graph, "gradient") if sums else None
         whole = self.form.batch_size == loaded.microtask.batch_size
         self._parts = None if whole else _adder(backend, graph, "gradient", "metric")
         self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}

@@ -16,6 +16,7 @@ from boinc_project.cli.errors import user_mistakes
 from boinc_project.cli.jobs import job, weights
 from boinc_project.cli.local import export, run
 from boinc_project.cli.project import build_app, serve
+from boinc_project.cli.simulate import simulate
 from boinc_project.cli.standard import doctor, install, uninstall
 from boinc_project.cli.status import status
 from boinc_project.cli.trust import trust
@@ -63,6 +64,7 @@ def main() -> None:
 
 
 for command in (
-    demo, serve, install, uninstall, doctor, build_app, job, status, trust, weights, export, run, calibrate, tune,
+    demo, serve, install, uninstall, doctor, build_app, job, status, trust, weights, export, run, calibrate, simulate,
+    tune,
 ):  # fmt: skip
     main.add_command(command)
