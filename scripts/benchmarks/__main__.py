@@ -23,6 +23,7 @@ BENCHMARKS = {
     "generator": "workunits created per second, their inputs shared, on MariaDB",
     "opencl-step": "forward, backward and AdamW of the GPT example on OpenCL against eager PyTorch",
     "scheduler": "scheduler replies per second, with work and without, at 4 connections",
+    "staleness": "loss of the aggregation policies by mean lag, on one arrival trace, simulated",
     "step": "one forward and backward pass of the GPT example against eager PyTorch",
     "turnaround": "from a round's last report to the new version, and to a client that works on it",
     "upload": "speed of a 100 MB upload and the server's memory meanwhile",
