@@ -34,10 +34,20 @@ from boinc_project.contract.errors import ContractError
 from boinc_project.contract.microtask import essentials
 from boinc_project.contract.update import OpenUpdate
 from boinc_project.database import Database
-from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_microtask, gt_version
+from boinc_project.gt_tables import (
+    Disposition,
+    JobState,
+    MicrotaskState,
+    gt_job,
+    gt_ledger,
+    gt_microtask,
+    gt_trust,
+    gt_version,
+)
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import Published, delta_file_name, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
+from boinc_project.reliability import reliability
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.store import JobRow, Member
 from boinc_project.supply_limits import MAX_ATTEMPTS
@@ -46,6 +56,9 @@ Array = npt.NDArray[Any]
 Row = Mapping[str, Any]
 Tensors = Mapping[str, Array]
 log = logging.getLogger("assimilator")
+
+
+LEAST_HOST_WEIGHT = 0.1
 
 
 class VersionNotFinite(Exception):
@@ -81,6 +94,21 @@ def flow_to_commit(
         return None, late
     chosen = waiting if grace_s is not None else waiting[:count]
     return sorted(chosen, key=lambda row: (row["base_version"], row["slot"])), late
+
+
+def host_weights(connection: sa.Connection, config: JobConfig, entries: Sequence[Row]) -> list[float]:
+    """Weight of each of these gradients by the reliability of the host that it is from; 1 unless the job asks for it.
+
+    Never below LEAST_HOST_WEIGHT: a validated result of a host without a record is not worthless.
+    """
+    if not config.aggregation.host_weights or not entries:
+        return [1.0] * len(entries)
+    task = store.microtask_of(connection, str(entries[0]["workunit_name"]))
+    assert task is not None, entries[0]["workunit_name"]
+    kind = essentials(str(task["document"])).work_kind
+    keys = [(int(row["hostid"]), kind) for row in entries]
+    known, now = read_rows(connection, gt_trust, ("host_id", "kind"), keys), clock.now()
+    return [max(LEAST_HOST_WEIGHT, reliability(known.get(key), now)) for key in keys]
 
 
 def compute(config: JobConfig, round: Round) -> NewVersion:
@@ -223,10 +251,10 @@ class Applier:
             rows, late = self._complete(connection, job, version)
             if rows is None:
                 return None
-            section = job.config.aggregation
+            section, weights = job.config.aggregation, host_weights(connection, job.config, rows)
             members = [
-                Member(str(row["workunit_name"]), 1.0, age_weight(section, version - int(row["base_version"])))
-                for row in rows
+                Member(str(row["workunit_name"]), weight, age_weight(section, version - int(row["base_version"])))
+                for row, weight in zip(rows, weights, strict=True)
             ]
             store.set_disposition(connection, [str(row["workunit_name"]) for row in late], Disposition.TOO_OLD)
             store.commit_round(connection, job.id, version + 1, members, clock.now())

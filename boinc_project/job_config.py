@@ -284,6 +284,9 @@ class AggregationSection:
     age_exponent: float = _key(_number(0, 10, 0.5), "a of the polynomial; 0.5 is FedBuff's", default=0.5)
     age_hinge: int = _key(_integer(0, 10_000, 4), "b of the hinge", default=4)
     age_slope: float = _key(_number(0, 1000, 10.0), "c of the hinge", default=10.0)
+    host_weights: bool = _key(
+        _flag, "a contribution counts by its host's reliability in this kind of work, at least a tenth", default=False
+    )
     mixing_rate: float = _key(
         _number(0, 1, 0.6, above=True), "share that a contribution's model has in the next one", default=0.6
     )

@@ -45,7 +45,7 @@ def _policy(
     **defaults: object,
 ) -> PolicyFacts:
     """`outer`: defaults of [optimizer], or None where the policy has no step of it."""
-    known = keys | (_FLOW if flow else frozenset()) | ({"parts"} if parts_by else frozenset())
+    known = keys | {"host_weights"} | (_FLOW if flow else frozenset()) | ({"parts"} if parts_by else frozenset())
     return PolicyFacts(flow, inner, outer is not None, known, outer or {}, defaults, parts_by)
 
 

@@ -69,7 +69,7 @@ class Judge:
     def verdict(self, case: Case) -> Verdict:
         """Read the copies and decide."""
         microtask = essentials(str(case.task["document"]))
-        kind = f"{microtask.mode}:{microtask.graph_sha256[:16]}"
+        kind = microtask.work_kind
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
         reading = Reading()
         by_id = {int(row["id"]): row for row in case.results}
