@@ -23,7 +23,7 @@ from assimilator import intake
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from assimilator.intake import Case, Outcome
-from boinc_project import store
+from boinc_project import clock, store
 from boinc_project.daemon import Options, Patience, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, is_lost
@@ -125,7 +125,7 @@ class Assimilator:
         """Write outcomes of one job in one transaction. If that fails, each is tried by itself."""
         job = outcomes[0].case.job
         try:
-            lines = self.database.repeated(lambda connection: intake.record(connection, job, outcomes, time.time()))
+            lines = self.database.repeated(lambda connection: intake.record(connection, job, outcomes, clock.now()))
         except Exception as error:
             if isinstance(error, DBAPIError) and is_lost(error):
                 raise

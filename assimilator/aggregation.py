@@ -1,99 +1,176 @@
-"""How contributions become the next version: pure arithmetic, the same bytes whatever order they arrived in.
+"""How contributions become one step: pure arithmetic, the same bytes whatever order they arrived in.
 
-Contributions are folded in slot order, in float64, elementwise; the result is rounded to float32 once.
+With x_i the mean gradient of contribution i, or its delta; n_i its samples by weight; s_i its weight by age:
 
-    sync     g = sum of the summed gradients / samples of all contributions: plain data-parallel SGD
-    diloco   d = sum n_i * delta_i / sum n_i, the pseudo-gradient of Douillard et al. 2023
-             (https://arxiv.org/abs/2311.08105), then an outer Nesterov step
-Buffers (running statistics of batch norm) are averaged by samples and never given an optimizer step;
-integer buffers (counters) take the largest value.
+    mean             g = sum n_i s_i x_i / sum n_i      plain data-parallel SGD where all weights are 1; with deltas the
+                     pseudo-gradient of DiLoCo (https://arxiv.org/abs/2311.08105)
+    any other rule   g = rule of the rows s_i x_i with weights n_i (assimilator/rules/)
 
-Memory: one float64 sum of the model, and the files of two contributions: the one that is decoded, in small
-pieces, and the next one, which a thread reads meanwhile.
+Buffers (running statistics of batch norm) are averaged by n_i s_i and never given an optimizer step; under a robust
+rule they are the coordinate median. Integer buffers (counters) take the largest value.
+
+Memory: the mean takes one float64 sum of the model, and the files of two contributions: the one that is decoded, in
+small pieces, and the next one, which a thread reads meanwhile. A robust rule needs the files of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from assimilator.contributions import (
+    Contribution,
+    NothingToFold,
+    WeightedSum,
+    float_buffers_in,
+    in_order,
+    loaded,
+    parameters_in,
+)
+from assimilator.rules import BLOCK, Mean, Median, Mixing, Rule, aggregate
 from boinc_project.contract.update import OpenUpdate
 
 Array = npt.NDArray[Any]
 
 
-class NothingToFold(Exception):
-    """All contributions of the round together have no weight; the version stays as it is."""
+@dataclass(frozen=True)
+class Folded:
+    """gradient: float32 by parameter name; buffers by name; samples of all contributions together."""
+
+    gradient: dict[str, Array]
+    buffers: dict[str, Array]
+    samples: int
+
+
+def fold(
+    contributions: Sequence[Contribution],
+    rule: Rule | None = None,
+    mixing: Mixing | None = None,
+    previous: Mapping[str, Array] | None = None,
+) -> Folded:
+    """Fold contributions by a rule (None: the mean). `previous` is the last outcome, for rules that start from it.
+
+    Raises NothingToFold, and what `load` raises.
+    """
+    ordered = [each for each in in_order(contributions) if each.share * each.age_weight > 0]
+    if not ordered:
+        raise NothingToFold(f"{len(contributions)} contributions without weight")
+    if mixing is None and (rule is None or isinstance(rule, Mean)):
+        return _mean(ordered)
+    return _by_rule(ordered, rule or Mean(), mixing, previous)
+
+
+def _mean(ordered: Sequence[Contribution]) -> Folded:
+    total = sum(each.share for each in ordered)
+    aged = sum(each.share * each.age_weight for each in ordered)
+    sums, averages = WeightedSum(), WeightedSum()
+    counters: dict[str, Array] = {}
+    for contribution, update in loaded(ordered):
+        for parameter, name in parameters_in(update).items():
+            # A gradient is already a sum over its samples; a delta is weighted by them.
+            factor = contribution.weight if name.startswith("gradient/") else contribution.share
+            sums.add(parameter, update, name, factor * contribution.age_weight / total)
+        for name in float_buffers_in(update):
+            averages.add(name[len("buffer/") :], update, name, contribution.share * contribution.age_weight / aged)
+        keep_largest(counters, update)
+    buffers = {**dict(averages.take()), **counters}
+    return Folded(dict(sums.take()), buffers, sum(each.samples for each in ordered))
+
+
+def keep_largest(counters: dict[str, Array], update: OpenUpdate) -> None:
+    """Integer buffers of an update into the largest values so far."""
+    averaged = set(float_buffers_in(update))
+    for name in update.types:
+        if name.startswith("buffer/") and name not in averaged:
+            key, array = name[len("buffer/") :], update.plain(name)
+            counters[key] = np.maximum(counters[key], array) if key in counters else np.array(array)
+
+
+def _by_rule(
+    ordered: Sequence[Contribution], rule: Rule, mixing: Mixing | None, previous: Mapping[str, Array] | None
+) -> Folded:
+    updates = [update for _, update in loaded(ordered)]
+    names = parameters_in(updates[0])
+    scales = [
+        each.age_weight / (each.samples if name.startswith("gradient/") else 1)
+        for each, name in zip(ordered, [next(iter(names.values()))] * len(ordered), strict=True)
+    ]
+    weights = np.array([each.share for each in ordered], np.float64)
+    rows = FileRows(updates, list(names.values()), scales, weights)
+    before = None if previous is None else np.concatenate([previous[name].reshape(-1) for name in names])
+    gradient = _apart(aggregate(rule, rows, mixing, before), updates[0], names)
+    counters: dict[str, Array] = {}
+    for update in updates:
+        keep_largest(counters, update)
+    floats = {name[len("buffer/") :]: name for name in float_buffers_in(updates[0])}
+    ones = [1.0] * len(updates)
+    middle = aggregate(Median(), FileRows(updates, list(floats.values()), ones, weights)) if floats else np.empty(0)
+    buffers = {**_apart(middle, updates[0], floats), **counters}
+    return Folded(gradient, buffers, sum(each.samples for each in ordered))
+
+
+def _apart(flat: Array, update: OpenUpdate, names: Mapping[str, str]) -> dict[str, Array]:
+    """A flat concatenation [d] as the named tensors that it is made of."""
+    found, start = {}, 0
+    for key, name in names.items():
+        shape = update.types[name].shape
+        size = int(np.prod(shape, dtype=np.int64))
+        found[key] = flat[start : start + size].reshape(shape)
+        start += size
+    return found
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """One validated update: its place in the round, its weight (samples by the server's own record), its tensors.
+class FileRows:
+    """Rows (assimilator/rules/rows.py) that are decoded from updates block by block.
 
-    `load` reads the file when it is needed; it is called from another thread, one contribution after the other.
+    tensors   their names in the updates, in the order of the columns
+    scales    by which each row is multiplied, and rounded to float32
     """
 
-    slot: int
-    samples: int
-    load: Callable[[], OpenUpdate]
+    updates: Sequence[OpenUpdate]
+    tensors: Sequence[str]
+    scales: Sequence[float]
+    weights: Array
+
+    @property
+    def size(self) -> int:
+        types = self.updates[0].types
+        return sum(int(np.prod(types[name].shape, dtype=np.int64)) for name in self.tensors)
+
+    def blocks(self) -> Iterator[tuple[slice, Array]]:
+        streams = [
+            _Stream(update, self.tensors, scale) for update, scale in zip(self.updates, self.scales, strict=True)
+        ]
+        room = np.empty((len(streams), min(BLOCK, self.size)), np.float32)
+        for start in range(0, self.size, BLOCK):
+            columns = slice(start, min(start + BLOCK, self.size))
+            block = room[:, : columns.stop - columns.start]
+            for row, stream in zip(block, streams, strict=True):
+                stream.read_into(row)
+            yield columns, block
 
 
-def fold(contributions: Iterable[Contribution], policy: str) -> tuple[dict[str, Array], dict[str, Array], int]:
-    """(gradient by parameter name, buffers by name, samples). Raises NothingToFold, and what `load` raises."""
-    ordered = sorted(contributions, key=lambda c: c.slot)
-    total = sum(c.samples for c in ordered)
-    if total <= 0:
-        raise NothingToFold(f"{len(ordered)} contributions with {total} samples")
-    prefix = "gradient/" if policy == "sync" else "delta/"
-    sums: dict[str, Array] = {}
-    buffers: dict[str, Array] = {}
-    for contribution, update in _loaded(ordered):
-        share = contribution.samples / total
-        for name in update.types:
-            if name.startswith(prefix):
-                # A gradient is already a sum over its samples; a delta is weighted by them.
-                weight = 1.0 / total if policy == "sync" else share
-                _add(sums, name[len(prefix) :], update, name, weight)
-            elif name.startswith("buffer/"):
-                array = update.plain(name)
-                if array.dtype.kind == "f":
-                    _add(buffers, name[len("buffer/") :], update, name, share)
-                else:
-                    old = buffers.get(name[len("buffer/") :])
-                    buffers[name[len("buffer/") :]] = array if old is None else np.maximum(old, array)
-    gradient = {name: sums.pop(name).astype(np.float32) for name in list(sums)}
-    rounded = {n: a.astype(np.float32) if a.dtype == np.float64 else np.array(a) for n, a in buffers.items()}
-    return gradient, rounded, total
+class _Stream:
+    """The values of an update's tensors one after the other, as one long row."""
 
+    def __init__(self, update: OpenUpdate, names: Sequence[str], scale: float) -> None:
+        self._pieces = (values for name in names for _, values in update.pieces(name))
+        self._scale = scale
+        self._rest = np.empty(0, np.float32)
 
-def _loaded(ordered: Sequence[Contribution]) -> Iterator[tuple[Contribution, OpenUpdate]]:
-    """Each contribution with its update; the next one is read while the caller works on this one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="payload") as reader:
-        coming = reader.submit(ordered[0].load)
-        for number, contribution in enumerate(ordered):
-            update = coming.result()
-            if number + 1 < len(ordered):
-                coming = reader.submit(ordered[number + 1].load)
-            yield contribution, update
-
-
-def _add(sums: dict[str, Array], key: str, update: OpenUpdate, name: str, weight: float) -> None:
-    """sums[key] += weight * tensor, where the first term is assigned (so that -0.0 stays what it is)."""
-    first = key not in sums
-    if first:
-        sums[key] = np.empty(update.types[name].shape, np.float64)
-    total = sums[key].reshape(-1)
-    room = np.empty(0, np.float64)
-    for where, values in update.pieces(name):
-        if first:
-            np.multiply(values, weight, out=total[where], dtype=np.float64)
-            continue
-        if room.size < values.size:
-            room = np.empty(values.size, np.float64)
-        term = np.multiply(values, weight, out=room[: values.size], dtype=np.float64)
-        total[where] += term
+    def read_into(self, row: Array) -> None:
+        filled = 0
+        while filled < row.size:
+            if not self._rest.size:
+                self._rest = next(self._pieces)
+            take = min(row.size - filled, self._rest.size)
+            np.multiply(
+                self._rest[:take], self._scale, out=row[filled : filled + take], casting="unsafe", dtype=np.float64
+            )
+            self._rest = self._rest[take:]
+            filled += take

@@ -14,21 +14,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
-from assimilator.aggregation import Contribution, NothingToFold, fold
+from assimilator.contributions import Contribution, NothingToFold
 from assimilator.intake import open_payload
-from assimilator.optimizers import AdamW, Optimizer, Sgd, step_in_place
-from boinc_project import store
+from assimilator.policies import NewVersion, Round, age_weight, policy_of
+from boinc_project import clock, store
 from boinc_project.contract.errors import ContractError
+from boinc_project.contract.microtask import essentials
 from boinc_project.contract.update import OpenUpdate
 from boinc_project.database import Database
 from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_microtask, gt_version
@@ -49,15 +48,6 @@ class VersionNotFinite(Exception):
     """The step would put NaN or infinity into the model."""
 
 
-@dataclass(frozen=True)
-class NewVersion:
-    """The outcome of a round before it is written."""
-
-    state: dict[str, Array]
-    optimizer: dict[str, Array]
-    samples: int
-
-
 def round_to_commit(microtasks: Sequence[Row], entries: Sequence[Row], slots: int) -> list[Row] | None:
     """The ledger rows that make the next version in slot order, or None while the round is open.
 
@@ -71,61 +61,83 @@ def round_to_commit(microtasks: Sequence[Row], entries: Sequence[Row], slots: in
     return [by_slot[slot] for slot in sorted(by_slot)] or None
 
 
-def optimizer_of(config: JobConfig) -> Optimizer:
-    """The server's (outer) optimizer of a job."""
-    section = config.optimizer
-    if section.kind == "adamw":
-        return AdamW(section.betas, section.eps, section.weight_decay)
-    return Sgd(section.momentum, section.nesterov, section.weight_decay)
+def flow_to_commit(
+    config: JobConfig, version: int, entries: Sequence[Row], now: float
+) -> tuple[list[Row] | None, list[Row]]:
+    """From pending ledger rows: those that make the next version of a flow (None: too few), and those too old for it.
 
-
-def server_learning_rate(config: JobConfig, version: int) -> float:
-    """Rate of the step that makes version + 1: scheduled for sync, constant for diloco's outer step."""
-    if config.train.policy == "diloco":
-        return config.optimizer.lr
-    return config.learning_rate(version)
-
-
-def compute(
-    config: JobConfig, version: int, load: Callable[[], tuple[Tensors, Tensors]], contributions: Sequence[Contribution]
-) -> NewVersion:
-    """Fold the contributions and take one step from the state and optimizer state of `version`.
-
-    `load` gives both once the contributions are folded; their arrays are used up where they can be written to.
-    Raises NothingToFold, VersionNotFinite, and what loading raises.
+    The first to be taken in are the first to be applied: `microtasks_per_version` of them, or, with a grace window,
+    all that are there when it ends. They are applied in the order of base version and slot.
     """
-    gradient, buffers, samples = fold(contributions, config.train.policy)
-    state, optimizer = load()
-    parameters = {name[len("parameter/") :]: a for name, a in state.items() if name.startswith("parameter/")}
-    rate = server_learning_rate(config, version)
-    new_optimizer = step_in_place(optimizer_of(config), parameters, gradient, optimizer, version + 1, rate)
-    del gradient
-    new_state = {f"parameter/{name}": array for name, array in parameters.items()}
-    for name, array in state.items():
-        if name.startswith("buffer/"):
-            new_state[name] = buffers.get(name[len("buffer/") :], array)
-    for name, array in [*new_state.items(), *new_optimizer.items()]:
+    oldest, count, grace_s = config.first_useful_version(version), config.train.microtasks_per_version, config.grace_s
+    waiting = [row for row in entries if row["base_version"] >= oldest]
+    late = [row for row in entries if row["base_version"] < oldest]
+    waiting.sort(key=lambda row: (row["intake_time"], row["base_version"], row["slot"]))
+    if len(waiting) < count or (grace_s is not None and now < waiting[count - 1]["intake_time"] + grace_s):
+        return None, late
+    chosen = waiting if grace_s is not None else waiting[:count]
+    return sorted(chosen, key=lambda row: (row["base_version"], row["slot"])), late
+
+
+def compute(config: JobConfig, round: Round) -> NewVersion:
+    """The next version by the job's policy. Contributions that have no weight at all leave the model as it is.
+
+    Raises VersionNotFinite, and what loading raises.
+    """
+    try:
+        made = policy_of(config).advance(round)
+    except NothingToFold as error:
+        log.warning("[JOB %s] version %d makes no step: %s", config.job.name, round.version + 1, error)
+        return NewVersion(*round.load(), samples=0)
+    for name, array in [*made.state.items(), *made.optimizer.items()]:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise VersionNotFinite(
-                f"{name} of version {version + 1} would not be finite; version {version} stays current. Take its"
-                " weights (boinc-train weights) and start a new job from them ([model] pretrained) at a lower rate"
+                f"{name} of version {round.version + 1} would not be finite; version {round.version} stays current."
+                " Take its weights (boinc-train weights) and start a new job from them ([model] pretrained) at a lower"
+                " rate"
             )
-    return NewVersion({name: new_state[name] for name in sorted(new_state)}, new_optimizer, samples)
+    return made
 
 
-def contributions_of(
+def read_round(
     connection: sa.Connection, job: JobRow, version: int, members: Sequence[Member]
-) -> tuple[list[Row], list[Contribution]]:
-    """Ledger rows of a committed round over `version`, in its order, and the contributions they stand for."""
-    entries = {str(r["workunit_name"]): r for r in store.ledger_of_version(connection, job.id, version)}
-    chosen = [entries[member.workunit_name] for member in members]
-    made = []
-    names = [(str(row["workunit_name"]),) for row in chosen]
-    tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, ("workunit_name", "document", "digest"))
-    for row in chosen:
-        task = tasks[(str(row["workunit_name"]),)]
-        made.append(Contribution(int(row["slot"]), int(row["samples"]), _payload_loader(job, row, task)))
-    return chosen, made
+) -> tuple[list[Row], Round]:
+    """Ledger rows of a committed round over `version`, in its order, and what the version is made of.
+
+    It reads nothing more from the database later.
+    """
+    names = [(member.workunit_name,) for member in members]
+    entries = read_rows(connection, gt_ledger, ("workunit_name",), names)
+    columns = ("workunit_name", "document", "digest")
+    tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, columns)
+    chosen: list[Row] = [entries[name] for name in names]
+    contributions = [
+        Contribution(
+            int(row["slot"]),
+            int(row["samples"]),
+            _payload_loader(job, row, tasks[name]),
+            int(row["base_version"]),
+            essentials(str(tasks[name]["document"])).steps,
+            member.weight,
+            member.age_weight,
+        )
+        for name, row, member in zip(names, chosen, members, strict=True)
+    ]
+    wanted = {version, *(each.base_version for each in contributions)}
+    digests = {
+        each: (str(row["state_sha256"]), str(row["optimizer_sha256"]))
+        for each in wanted
+        if (row := store.version_row(connection, job.id, each)) is not None
+    }
+    folder = job.folder
+
+    def load_state(which: int) -> Tensors:
+        return folder.read_state(which, digests[which][0])
+
+    def load() -> tuple[dict[str, Array], dict[str, Array]]:
+        return folder.read_state(version, digests[version][0]), folder.read_optimizer(version, digests[version][1])
+
+    return chosen, Round(version, contributions, load, load_state, lambda: folder.gradient_graph)
 
 
 def _payload_loader(job: JobRow, entry: Row, task: Row) -> Callable[[], OpenUpdate]:
@@ -152,17 +164,10 @@ class Applier:
         if members is None:
             return False
         with self._database.read() as connection:
-            chosen, contributions = contributions_of(connection, job, version, members)
-            base = store.version_row(connection, job.id, version)
-        assert base is not None, (job.name, version)
-        digests = str(base["state_sha256"]), str(base["optimizer_sha256"])
-
-        def load() -> tuple[Tensors, Tensors]:
-            return job.folder.read_state(version, digests[0]), job.folder.read_optimizer(version, digests[1])
-
+            chosen, round = read_round(connection, job, version, members)
         try:
-            made = compute(job.config, version, load, contributions)
-        except (VersionNotFinite, NothingToFold, ContractError, FileNotFoundError) as error:
+            made = compute(job.config, round)
+        except (VersionNotFinite, ContractError, FileNotFoundError) as error:
             self._hold(job, str(error))
             return False
         self._publish(job, version + 1, made, chosen)
@@ -177,7 +182,7 @@ class Applier:
         keep = job.config.supply.keep_versions
         if not keep:
             return
-        oldest = newest - keep + 1
+        oldest = job.config.first_useful_version(newest - keep + 1)
         for version, path in job.folder.version_files():
             if version < oldest:
                 path.unlink(missing_ok=True)
@@ -190,7 +195,7 @@ class Applier:
             members = store.round_members(connection, job.id, version + 1)
             if members is not None:
                 return members  # committed before a crash: go on from there
-            if self._complete(connection, job, version) is None:
+            if self._complete(connection, job, version)[0] is None:
                 return None
         return self._database.repeated(lambda connection: self._fix_round(connection, job, version))
 
@@ -201,17 +206,25 @@ class Applier:
             return None
         members = store.round_members(connection, job.id, version + 1)
         if members is None:
-            rows = self._complete(connection, job, version)
+            rows, late = self._complete(connection, job, version)
             if rows is None:
                 return None
-            members = [Member(str(row["workunit_name"]), 1.0) for row in rows]
-            store.commit_round(connection, job.id, version + 1, members, time.time())
+            section = job.config.aggregation
+            members = [
+                Member(str(row["workunit_name"]), 1.0, age_weight(section, version - int(row["base_version"])))
+                for row in rows
+            ]
+            store.set_disposition(connection, [str(row["workunit_name"]) for row in late], Disposition.TOO_OLD)
+            store.commit_round(connection, job.id, version + 1, members, clock.now())
         return members
 
-    def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> list[Row] | None:
+    def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> tuple[list[Row] | None, list[Row]]:
+        """The ledger rows that make the next version (None: not yet), and those that have become too old."""
+        if job.config.policy.flow:
+            return flow_to_commit(job.config, version, store.pending_entries(connection, job.id), clock.now())
         tasks = store.microtasks(connection, job.id, version)
         entries = store.ledger_of_version(connection, job.id, version)
-        return round_to_commit(tasks, entries, job.config.train.microtasks_per_version)
+        return round_to_commit(tasks, entries, job.config.train.microtasks_per_version), []
 
     def _publish(self, job: JobRow, version: int, made: NewVersion, chosen: Sequence[Row]) -> None:
         path, digest, optimizer_digest = job.folder.write_version(version, made.state, made.optimizer)
@@ -222,7 +235,7 @@ class Applier:
         row = {
             "job_id": job.id,
             "version": version,
-            "create_time": time.time(),
+            "create_time": clock.now(),
             "state_sha256": digest,
             "state_bytes": staged.nbytes,
             "optimizer_sha256": optimizer_digest,

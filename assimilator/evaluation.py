@@ -10,9 +10,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import sqlalchemy as sa
@@ -45,15 +46,33 @@ class Running:
 
     job: JobRow
     version: int
-    run: local_run.LocalRun
+    run: EvaluationRun
     types: Mapping[str, TensorType]
+
+
+class EvaluationRun(Protocol):
+    """The evaluation of one version, under way."""
+
+    folder: Path
+
+    def finished(self) -> bool: ...
+
+    def update(self, types: Mapping[str, TensorType]) -> Update:
+        """Wait for the end and read the metrics. Raises local_run.LocalRunFailed."""
+
+    def stop(self) -> None: ...
+
+
+#: Starts a microtask in a folder, given where its files lie by open name.
+Start = Callable[[Path, Microtask, Mapping[str, Path]], EvaluationRun]
 
 
 class Evaluator:
     """Evaluates versions of a project's jobs, one at a time."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, start: Start = local_run.start) -> None:
         self._database = database
+        self._start_run = start
         self._running: Running | None = None
         self._given_up: set[tuple[int, int]] = set()
 
@@ -107,7 +126,7 @@ class Evaluator:
         remove_leftovers(job.folder.path)
         folder = job.folder.path / f"evaluation_{version}_{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
-        run = local_run.start(folder, microtask, files)
+        run = self._start_run(folder, microtask, files)
         return Running(job, version, run, update_types(graph, "evaluation", microtask.steps))
 
     def _collect(self, running: Running) -> None:

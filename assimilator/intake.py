@@ -118,11 +118,12 @@ def record(connection: Connection, job: JobRow, outcomes: Sequence[Outcome], now
     locked = read_rows(connection, workunit, ("id",), ids, ("id", "assimilate_state"), lock=True)
     ready = {key for key, row in locked.items() if row["assimilate_state"] == AssimilateState.READY}
     mine = [outcome for outcome in outcomes if (outcome.case.id,) in ready]
-    store.lock_job(connection, job.id)  # one slot of one round at a time, whoever else takes in
+    locked_job = store.lock_job(connection, job.id)  # one slot of one round at a time, whoever else takes in
+    current = job.current_version if locked_job is None else int(locked_job["current_version"])
     names = [(outcome.case.name,) for outcome in mine]
     known = read_rows(connection, gt_ledger, ("workunit_name",), names, ("workunit_name",))
     states = read_rows(connection, gt_microtask, ("workunit_name",), names, ("workunit_name", "state"))
-    rounds = _Rounds(connection, job.id, {int(outcome.case.task["version"]) for outcome in mine})
+    rounds = _Rounds(connection, job, current, {int(outcome.case.task["version"]) for outcome in mine})
     entries: list[dict[str, Any]] = []
     microtasks: dict[Key, Row] = {}
     lines = []
@@ -154,20 +155,24 @@ def record(connection: Connection, job: JobRow, outcomes: Sequence[Outcome], now
 
 
 class _Rounds:
-    """The rounds over some versions of a job: which slots are filled, and which rounds are closed."""
+    """What is over some versions of a job: which slots are filled, and which versions take no more results."""
 
-    def __init__(self, connection: Connection, job_id: int, versions: Iterable[int]) -> None:
+    def __init__(self, connection: Connection, job: JobRow, current: int, versions: Iterable[int]) -> None:
         wanted = sorted(versions)
-        self._filled = store.filled_slots(connection, job_id, wanted)
-        self._closed = store.committed_versions(connection, job_id, [version + 1 for version in wanted])
+        self._filled = store.filled_slots(connection, job.id, wanted)
+        if job.config.policy.flow:
+            self._closed = {version for version in wanted if version < job.config.first_useful_version(current)}
+        else:
+            committed = store.committed_versions(connection, job.id, [version + 1 for version in wanted])
+            self._closed = {version - 1 for version in committed}
 
     def disposition(self, task: Row) -> Disposition:
         """What becomes of a gradient for this microtask's slot, which is filled from now on."""
         version, slot = int(task["version"]), int(task["slot"])
         taken = (version, slot) in self._filled
         self._filled.add((version, slot))
-        if version + 1 in self._closed:
-            return Disposition.TOO_OLD  # its round was closed without it
+        if version in self._closed:
+            return Disposition.TOO_OLD  # its round was closed without it, or the flow has gone on too far
         return Disposition.DUPLICATE if taken else Disposition.PENDING
 
 

@@ -99,8 +99,8 @@ def step_in_place(
         keys.setdefault(key.partition("/")[2], []).append(key)
     new_state: dict[str, Array] = {}
     for name in list(parameters):
-        parameters[name] = _own(parameters[name])
-        new_state.update({key: _own(state[key]) for key in keys.get(name, ())})
+        parameters[name] = writable(parameters[name])
+        new_state.update({key: writable(state[key]) for key in keys.get(name, ())})
         flat, slope = parameters[name].reshape(-1), gradient[name].reshape(-1)
         for start in range(0, max(1, flat.size), PIECE_ELEMENTS):
             where = slice(start, start + PIECE_ELEMENTS)
@@ -114,6 +114,6 @@ def step_in_place(
     return new_state
 
 
-def _own(array: Array) -> Array:
+def writable(array: Array) -> Array:
     """The array itself if it may be written over, else a copy."""
     return array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")

@@ -6,10 +6,9 @@ What it is not: it writes nothing, and it cannot tell whether a gradient was rig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
-from assimilator.apply import compute, contributions_of
+from assimilator.apply import compute, read_round
 from boinc_project import store
 from boinc_project.contract.errors import ContractError
 from boinc_project.database import Database
@@ -26,17 +25,19 @@ def replay(database: Database, job: JobRow) -> dict[int, str]:
         kept = [row for row in store.versions(connection, job.id) if version_is_kept(job, row)]
     if not kept:
         raise ContractError(f"job {job.name!r} keeps no version to begin from")
-    first = int(kept[0]["version"])
-    digests = {first: str(kept[0]["state_sha256"])}
-    state: Mapping[str, Any] = job.folder.read_state(first, digests[first])
-    optimizer: Mapping[str, Any] = job.folder.read_optimizer(first, str(kept[0]["optimizer_sha256"]))
+    margin = job.config.aggregation.max_age if job.config.policy.flow and int(kept[0]["version"]) else 0
+    oldest = kept[min(margin, len(kept) - 1)]  # what is kept of the versions before it serves late contributions
+    first = int(oldest["version"])
+    digests = {first: str(oldest["state_sha256"])}
+    state = job.folder.read_state(first, digests[first])
+    optimizer = job.folder.read_optimizer(first, str(oldest["optimizer_sha256"]))
     for version in range(first, job.current_version):
         with database.read() as connection:
             members = store.round_members(connection, job.id, version + 1)
             if members is None:
                 raise ContractError(f"job {job.name!r} has no record of the round of version {version + 1}")
-            _, contributions = contributions_of(connection, job, version, members)
-        made = compute(job.config, version, lambda: (state, optimizer), contributions)  # noqa: B023
+            _, recorded = read_round(connection, job, version, members)
+        made = compute(job.config, dataclasses.replace(recorded, load=lambda: (state, optimizer)))  # noqa: B023
         state, optimizer = made.state, made.optimizer
         digests[version + 1] = sha256(state_bytes(state))
     return digests

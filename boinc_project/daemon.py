@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from boinc_project import __version__
+from boinc_project.clock import now
 
 PARENT_VARIABLE = "BOINC_TRAIN_PARENT"
 EXIT_CONFIGURATION = 1  # BOINC's daemons use 1 for bad options, configuration and database
@@ -262,7 +263,7 @@ class Stopper:
 class Patience:
     """Which workunits a daemon leaves alone: for a while, or until it is started again."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
         self.not_before: dict[int, float] = {}  # by workunit id
         self.failures: dict[int, int] = {}  # unexpected exceptions by workunit id

@@ -28,6 +28,7 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Connection, Dialect, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import CreateColumn
 from sqlalchemy.sql.expression import ColumnElement
 
 #: Bytes that a `blob` column of BOINC's schema holds (MySQL BLOB).
@@ -59,7 +60,7 @@ CONFLICT_TRIES, CONFLICT_PAUSE_S = 20, 0.2
 #: deadlock (MariaDB's error numbers).
 _CONFLICTS = frozenset({1020, 1205, 1213})
 
-_TABLE_EXISTS = 1050
+_TABLE_EXISTS, _COLUMN_EXISTS = 1050, 1060
 
 #: The server or the connection to it is away, or has no room now: too many connections (in all, of one account),
 #: shutdown, disk full, connection aborted, network errors, statement or connection killed, restart, cannot reach
@@ -791,14 +792,16 @@ class Database:
                 yield connection
 
     def create_tables(self, tables: sa.MetaData) -> None:
-        """Create the tables of `tables` that do not exist yet."""
+        """Create the tables of `tables` that do not exist yet, and in those that do the columns with a server
+        default that came later."""
         for attempt in range(1, CONFLICT_TRIES + 1):
             try:
                 with self.transaction() as connection:
                     tables.create_all(connection)
+                    _add_columns(connection, tables)
                 return
             except DBAPIError as error:  # on MariaDB another process may create the same ones at this moment
-                if _mysql_error(error) != _TABLE_EXISTS or attempt == CONFLICT_TRIES:
+                if _mysql_error(error) not in (_TABLE_EXISTS, _COLUMN_EXISTS) or attempt == CONFLICT_TRIES:
                     raise
                 time.sleep(0.05)
 
@@ -811,6 +814,17 @@ class Database:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _add_columns(connection: Connection, tables: sa.MetaData) -> None:
+    schema, preparer = sa.inspect(connection), connection.dialect.identifier_preparer
+    for table in tables.sorted_tables:
+        if not any(column.server_default is not None for column in table.columns):
+            continue
+        there = {column["name"] for column in schema.get_columns(table.name)}
+        for column in (each for each in table.columns if each.name not in there and each.server_default is not None):
+            definition = CreateColumn(column).compile(dialect=connection.dialect)
+            connection.exec_driver_sql(f"ALTER TABLE {preparer.format_table(table)} ADD COLUMN {definition}")
 
 
 def _sqlite_engine(url: sa.URL) -> Engine:

@@ -9,6 +9,8 @@ States are short words, so that an admin can read them in the database.
     gt_ledger      one row per gradient taken in: what was folded into which version, and with what weight
     gt_file        one row per published file and its life
     gt_trust       one row per host and kind of work: how its results were judged
+    gt_fingerprint one row per judged result: what stays of it when its file is gone
+    gt_blocked     one row per group of hosts whose results count as no vote
     gt_heartbeat   one row per running daemon
 """
 
@@ -26,6 +28,7 @@ gt_metadata = sa.MetaData()
 _Long = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _Document = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 _Double = FiniteDouble()
+_Bytes = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 
 
 class JobState(StrEnum):
@@ -63,6 +66,17 @@ class FileState(StrEnum):
     PUBLISHED = "published"
     RETIRING = "retiring"  # nobody needs it; it is being deleted
     DELETED = "deleted"
+
+
+class Judgement(StrEnum):
+    """gt_fingerprint.verdict."""
+
+    CANONICAL = "canonical"
+    ALONE = "alone"  # canonical without a second copy: its host was trusted
+    VALID = "valid"
+    DIFFERS = "differs"  # invalid, but as close as unlike hardware comes
+    FAULTY = "faulty"  # invalid
+    TOO_LATE = "too_late"
 
 
 gt_job = sa.Table(
@@ -103,7 +117,8 @@ gt_round = sa.Table(
     sa.Column("job_id", _Long, primary_key=True, autoincrement=False),
     sa.Column("version", _Long, primary_key=True, autoincrement=False),  # the version it makes
     sa.Column("commit_time", _Double, nullable=False),
-    sa.Column("members", _Document, nullable=False),  # JSON [[workunit name, weight], ...] in folding order
+    # JSON [[workunit name, weight, weight by age], ...] in folding order
+    sa.Column("members", _Document, nullable=False),
     mysql_engine="InnoDB",
 )
 
@@ -126,6 +141,7 @@ gt_microtask = sa.Table(
     sa.Column("note", sa.Text, nullable=False, default=""),
     sa.UniqueConstraint("job_id", "version", "slot", "attempt"),
     sa.Index("gt_microtask_state", "job_id", "state"),
+    sa.Index("gt_microtask_slot", "job_id", "slot"),
     mysql_engine="InnoDB",
 )
 
@@ -146,6 +162,7 @@ gt_ledger = sa.Table(
     sa.Column("applied_version", _Long, nullable=True),
     sa.Column("weight", _Double, nullable=True),
     sa.Index("gt_ledger_round", "job_id", "base_version"),
+    sa.Index("gt_ledger_waiting", "job_id", "disposition"),
     mysql_engine="InnoDB",
 )
 
@@ -176,6 +193,38 @@ gt_trust = sa.Table(
     sa.Column("differing", sa.Integer, nullable=False, default=0),  # close to the others, but not within tolerance
     sa.Column("consecutive_valid", sa.Integer, nullable=False, default=0),  # since the last faulty one
     sa.Column("judge_time", _Double, nullable=False, default=0.0),  # of the newest verdict
+    # Evidence that fades with time (boinc_project/reliability.py); server defaults, because older projects lack these.
+    sa.Column("good", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # valid beside another's copy
+    sa.Column("bad", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # faulty
+    sa.Column("alone", sa.Integer, nullable=False, default=0, server_default=sa.text("0")),  # unchecked since then
+    sa.Column("failed_check", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # when; 0: never
+    mysql_engine="InnoDB",
+)
+
+gt_fingerprint = sa.Table(
+    "gt_fingerprint",
+    gt_metadata,
+    sa.Column("workunit_name", Varchar(191), primary_key=True),
+    sa.Column("result_id", _Long, primary_key=True, autoincrement=False),
+    sa.Column("host_id", _Long, nullable=False),
+    sa.Column("user_id", _Long, nullable=False),
+    sa.Column("app_version_id", _Long, nullable=False),
+    sa.Column("kind", Varchar(32), nullable=False),  # as in gt_trust
+    sa.Column("verdict", Varchar(16), nullable=False),
+    sa.Column("distance", _Double, nullable=True),  # to the canonical result; none for itself
+    sa.Column("judge_time", _Double, nullable=False),
+    sa.Column("marks", _Bytes, nullable=False),  # validator/fingerprint.py
+    sa.Index("gt_fingerprint_host", "host_id", "judge_time"),
+    sa.Index("gt_fingerprint_time", "judge_time"),
+    mysql_engine="InnoDB",
+)
+
+gt_blocked = sa.Table(
+    "gt_blocked",
+    gt_metadata,
+    sa.Column("name", Varchar(191), primary_key=True),  # a group's name (validator/groups.py)
+    sa.Column("create_time", _Double, nullable=False),
+    sa.Column("note", sa.Text, nullable=False, default=""),
     mysql_engine="InnoDB",
 )
 

@@ -19,11 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-POLICIES = ("sync", "diloco")
+from boinc_project.contract.codecs import COMPRESSIONS, KINDS, PARAMETERS, VALUE_KINDS, Codec
+from boinc_project.contract.errors import ContractError
+from boinc_project.policies import POLICIES, PolicyFacts
+
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "cosine", "linear")
-CODECS = ("dense", "int8")
-COMPRESSIONS = ("zstd", "none")
+RULES = (
+    "mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clipping", "geometric_median", "norm_bound",
+)  # fmt: skip
+MIXINGS = ("none", "nearest_neighbour")
+AGE_WEIGHTS = ("polynomial", "constant", "hinge")
 
 REFERENCE = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
 
@@ -37,8 +43,11 @@ MAX_SECONDS = 90 * 86400  # BOINC's delay_bound; longer deadlines outlive most v
 
 # Relative L2 distance within which two copies agree. One gradient of honest hosts differs by under
 # 1e-6 and TF32 by 4e-4; 200 local AdamW steps differ by 6e-4; looser than 1e-3 leaves room for lies.
-SYNC_TOLERANCE = 1e-4
-DILOCO_TOLERANCE = 1e-3
+GRADIENT_TOLERANCE = 1e-4
+LOCAL_STEPS_TOLERANCE = 1e-3
+# Before they are encoded: honest copies of one gradient, and of some hundred local steps with eps = 1e-6.
+GRADIENT_DISTANCE, LOCAL_STEPS_DISTANCE = 1e-6, 3e-5
+CODEC_MARGIN = 3.0
 
 Check = Callable[[object], object]
 
@@ -195,9 +204,9 @@ class TrainSection:
     policy: str = _key(_choice(*POLICIES), "how results become the next version")
     microtasks_per_version: int = _key(_integer(1, 4096, 4), "contributions that make one version")
     batches_per_microtask: int = _key(
-        _integer(1, 4096, 1), "sync: batches whose gradient one microtask sums", default=1
+        _integer(1, 4096, 1), "without [inner_optimizer]: batches whose gradient one microtask sums", default=1
     )
-    local_steps: int = _key(_integer(1, 500, 50), "diloco: steps of the inner optimizer in one microtask", default=1)
+    local_steps: int = _key(_integer(1, 500, 50), "with [inner_optimizer]: steps of it in one microtask", default=1)
     max_versions: int = _key(_integer(1, MAX_COUNT, 100), "stop after this version")
     target_metric: str | None = _key(_metric_name, "stop once this held-out metric reaches target_value", default=None)
     target_value: float | None = _key(
@@ -209,7 +218,7 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: applied on the server to each version (sync: the optimizer; diloco: the outer one)."""
+    """[optimizer]: applied on the server to each version; with [inner_optimizer] it is the outer one."""
 
     kind: str = _key(_choice(*OPTIMIZERS), "sgd or adamw, as torch.optim has them", default="sgd")
     lr: float = _key(_number(0, 100, 0.001, above=True), "learning rate")
@@ -222,7 +231,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerOptimizerSection(OptimizerSection):
-    """[inner_optimizer]: diloco's optimizer of the local steps, run by volunteers; its state starts at zero."""
+    """[inner_optimizer]: the optimizer of local steps, run by volunteers; its state starts at zero."""
 
     kind: str = _key(_choice(*OPTIMIZERS), "sgd or adamw, as torch.optim has them", default="adamw")
     eps: float = _key(
@@ -237,7 +246,7 @@ class InnerOptimizerSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """[schedule]: factor on the learning rate by version (sync: [optimizer] lr; diloco: [inner_optimizer] lr)."""
+    """[schedule]: factor on the learning rate by version: that of [inner_optimizer], or else of [optimizer]."""
 
     kind: str = _key(_choice(*SCHEDULES), "constant, cosine or linear decay", default="constant")
     warmup_versions: int = _key(_integer(0, MAX_COUNT, 10), "versions of linear warm-up", default=0)
@@ -257,12 +266,65 @@ class ScheduleSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AggregationSection:
+    """[aggregation]: how contributions that are late, or from hosts that may lie, are put together."""
+
+    in_flight: int = _key(
+        _integer(0, 100_000, 32), "microtasks that are out at a time; 0: twice microtasks_per_version", default=0
+    )
+    max_age: int = _key(
+        _integer(0, 10_000, 20), "versions after which a contribution is credited, not applied", default=20
+    )
+    age_weight: str = _key(
+        _choice(*AGE_WEIGHTS),
+        "weight by age s in versions: polynomial (1 + s)^-a, constant 1, or hinge: 1 up to b, then 1 / (1 + c (s - b))",
+        default="polynomial",
+    )
+    age_exponent: float = _key(_number(0, 10, 0.5), "a of the polynomial; 0.5 is FedBuff's", default=0.5)
+    age_hinge: int = _key(_integer(0, 10_000, 4), "b of the hinge", default=4)
+    age_slope: float = _key(_number(0, 1000, 10.0), "c of the hinge", default=10.0)
+    mixing_rate: float = _key(
+        _number(0, 1, 0.6, above=True), "share that a contribution's model has in the next one", default=0.6
+    )
+    momentum_every: int = _key(
+        _integer(0, MAX_COUNT, 32),
+        "contributions between two updates of the outer momentum; 0: microtasks_per_version",
+        default=0,
+    )
+    grace_s: float = _key(
+        _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
+    )
+    rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
+    byzantine: int = _key(
+        _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
+    )
+    tau: float = _key(_number(0, 1e9, 10.0, above=True), "radius of centered clipping", default=10.0)
+    clip_iterations: int = _key(_integer(1, 100, 1), "iterations of centered clipping", default=1)
+    mixing: str = _key(_choice(*MIXINGS), "pre-step: each contribution averaged with those nearest", default="none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CodecSection:
     """[codec]: how a result is encoded for the way back."""
 
-    kind: str = _key(_choice(*CODECS), "dense (float32) or int8 (blockwise)", default="dense")
-    block: int = _key(_integer(16, 65536, 256), "int8: elements that share one scale", default=256)
+    kind: str = _key(_choice(*KINDS), "how the numbers are written", default="dense")
+    block: int = _key(_integer(16, 65536, 256), "int8, fp4, qsgd: elements that share one scale", default=256)
+    share: float = _key(
+        _number(0, 1, 0.015625, above=True),
+        "random-k, top-k, dct-top-k: share of the numbers that travel",
+        default=1 / 64,
+    )
+    values: str = _key(_choice(*VALUE_KINDS), "random-k, top-k, dct-top-k: how these are written", default="dense")
+    levels: int = _key(_integer(1, 127, 7), "qsgd: magnitudes besides 0", default=7)
+    rank: int = _key(_integer(1, 1024, 4), "low-rank: columns of the factors", default=4)
+    iterations: int = _key(
+        _integer(0, 8, 1), "low-rank: iterations towards the best factors; 0: a fixed projection", default=1
+    )
     compression: str = _key(_choice(*COMPRESSIONS), "compression of the encoded file", default="zstd")
+
+    def codec(self) -> Codec:
+        """The codec of the job's microtasks. Raises ContractError."""
+        return Codec(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +347,8 @@ class WorkunitSection:
     )
     tolerance: float = _key(
         _number(0, 0.1, 1e-3),
-        "relative L2 distance within which copies agree; 0: 1e-4 for sync, 1e-3 for diloco",
+        "relative L2 distance within which copies agree; 0: 1e-4 for gradients, 1e-3 for local steps, more for coarse"
+        " codecs",
         default=0.0,
     )
 
@@ -341,6 +404,7 @@ class JobConfig:
     optimizer: OptimizerSection
     inner_optimizer: InnerOptimizerSection | None
     schedule: ScheduleSection
+    aggregation: AggregationSection
     codec: CodecSection
     workunit: WorkunitSection
     supply: SupplySection
@@ -362,8 +426,32 @@ class JobConfig:
         }
         return _config(content, _Source(Path("stored job"), ""), folder)
 
+    @property
+    def policy(self) -> PolicyFacts:
+        """What everybody knows of the policy."""
+        return POLICIES[self.train.policy]
+
+    @property
+    def mode(self) -> str:
+        """Of the job's microtasks: `local-steps` of the inner optimizer, or one `gradient`."""
+        return "gradient" if self.inner_optimizer is None else "local-steps"
+
+    @property
+    def steps(self) -> int:
+        """Batches of one microtask."""
+        return self.train.batches_per_microtask if self.inner_optimizer is None else self.train.local_steps
+
+    @property
+    def grace_s(self) -> float | None:
+        """Seconds for which a version that could be made waits for more contributions; None: it takes no more."""
+        return self.aggregation.grace_s if "grace_s" in self.policy.keys else None
+
+    def first_useful_version(self, current: int) -> int:
+        """The oldest version whose results are applied while `current` is the newest."""
+        return max(0, current - self.aggregation.max_age) if self.policy.flow else max(0, current)
+
     def learning_rate(self, version: int) -> float:
-        """What makes `version`+1: the scheduled rate of [optimizer] (sync) or [inner_optimizer] (diloco)."""
+        """What makes `version`+1: the scheduled rate of [inner_optimizer] or, without one, of [optimizer]."""
         section = self.inner_optimizer if self.inner_optimizer is not None else self.optimizer
         return section.lr * self.schedule.ratio(version)
 
@@ -377,12 +465,11 @@ SECTIONS: Mapping[str, type[Any]] = {
     "optimizer": OptimizerSection,
     "inner_optimizer": InnerOptimizerSection,
     "schedule": ScheduleSection,
+    "aggregation": AggregationSection,
     "codec": CodecSection,
     "workunit": WorkunitSection,
     "supply": SupplySection,
 }
-# DiLoCo's outer optimizer (Douillard et al. 2023, table 5): Nesterov, learning rate 0.7, momentum 0.9.
-DILOCO_OUTER: Mapping[str, object] = {"kind": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 @dataclass(frozen=True)
@@ -455,27 +542,52 @@ def _config(content: Mapping[str, Any], source: _Source, folder: Path) -> JobCon
             raise source.error(name, None, f"unknown section [{name}]; {_did_you_mean(name, SECTIONS)}")
         if not isinstance(value, dict):
             raise source.error(name, None, f'"{name}" must be a section; write [{name}] on a line of its own')
-    policy = content.get("train", {}).get("policy")
     sections: dict[str, Any] = {}
-    for name in SECTIONS:
+    for name in ("train", *(each for each in SECTIONS if each != "train")):
         given = content.get(name, {})
-        if name == "inner_optimizer" and policy != "diloco":
+        if name == "train":
+            sections[name] = _section(name, given, source)
+            chosen: str = sections[name].policy
+            policy = POLICIES[chosen]
+            continue
+        if name == "inner_optimizer" and policy.inner is not True and not (policy.inner is None and name in content):
             if given:
                 raise source.error(
                     name,
                     None,
-                    '[inner_optimizer] belongs to policy = "diloco"; remove it or change the policy',
+                    f'[inner_optimizer] has no meaning for policy = "{chosen}"; remove it or change the policy',
                 )
             sections[name] = None
             continue
-        if name == "optimizer" and policy == "diloco" and given.get("kind", "sgd") == "sgd":
-            given = {**DILOCO_OUTER, **given}
+        if name == "optimizer" and not policy.outer:
+            if given and source.text:
+                raise source.error(
+                    name, None, f'policy = "{chosen}" takes no step of [optimizer]; remove it or change the policy'
+                )
+            given = {"lr": 1.0}  # of no meaning; the section is there for all policies
+        if name == "optimizer" and given.get("kind", "sgd") == "sgd":
+            given = {**policy.outer_defaults, **given}
+        if name == "aggregation":
+            foreign = next((key for key in given if key in _keys_of(name) and key not in policy.keys), None)
+            if foreign is not None and source.text:
+                fitting = ", ".join(each for each, facts in POLICIES.items() if foreign in facts.keys)
+                raise source.error(
+                    name,
+                    foreign,
+                    f'{foreign} in [aggregation] has no meaning for policy = "{chosen}" (it has for {fitting});'
+                    " remove it or change the policy",
+                )
+            given = {**policy.defaults, **given}
         sections[name] = _section(name, given, source)
     return _resolved(JobConfig(folder=folder, **sections), content, source)
 
 
+def _keys_of(name: str) -> Mapping[str, dataclasses.Field[Any]]:
+    return {each.name: each for each in dataclasses.fields(SECTIONS[name])}
+
+
 def _section(name: str, given: Mapping[str, Any], source: _Source) -> Any:
-    keys = {f.name: f for f in dataclasses.fields(SECTIONS[name])}
+    keys = _keys_of(name)
     values: dict[str, object] = {}
     for key, value in given.items():
         if key not in keys:
@@ -511,10 +623,13 @@ def _did_you_mean(name: str, allowed: Mapping[str, object]) -> str:
 def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) -> JobConfig:
     """Defaults that depend on other keys filled in, and keys checked against one another and the folder."""
     train, workunit = config.train, config.workunit
-    diloco = train.policy == "diloco"
-    for key, belongs in (("local_steps", "diloco"), ("batches_per_microtask", "sync")):
-        if key in content["train"] and getattr(train, key) != 1 and train.policy != belongs:
-            raise source.error("train", key, f'{key} belongs to policy = "{belongs}"; remove it or change the policy')
+    local = config.inner_optimizer is not None
+    for key, fits, where in (("local_steps", local, "with"), ("batches_per_microtask", not local, "without")):
+        if key in content["train"] and getattr(train, key) != 1 and not fits:
+            raise source.error(
+                "train", key, f"{key} has a meaning only {where} an [inner_optimizer]; remove it or change the policy"
+            )
+    aggregation = _resolved_aggregation(config, source)
     if (train.target_metric is None) != (train.target_value is None):
         lacking = "target_value" if train.target_value is None else "target_metric"
         present = "target_metric" if train.target_value is None else "target_value"
@@ -542,10 +657,11 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
                 "nesterov",
                 f'nesterov in [{name}] needs kind = "sgd" and a momentum above 0; set both or remove nesterov',
             )
+    codec = _codec(config.codec, content, source)
     workunit = dataclasses.replace(
         workunit,
         target_nresults=workunit.target_nresults or workunit.min_quorum,
-        tolerance=workunit.tolerance or (DILOCO_TOLERANCE if diloco else SYNC_TOLERANCE),
+        tolerance=workunit.tolerance or _tolerance(local, codec),
     )
     if workunit.target_nresults < workunit.min_quorum:
         raise source.error(
@@ -583,6 +699,7 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
     return dataclasses.replace(
         config,
         workunit=workunit,
+        aggregation=aggregation,
         schedule=dataclasses.replace(
             config.schedule, total_versions=config.schedule.total_versions or train.max_versions
         ),
@@ -590,3 +707,66 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             config.data, evaluation_batch_size=config.data.evaluation_batch_size or config.data.batch_size
         ),
     )
+
+
+def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSection:
+    """[aggregation] with the defaults that depend on other keys, checked against those."""
+    section, count, kept = config.aggregation, config.train.microtasks_per_version, config.supply.keep_versions
+    if config.policy.flow and 0 < kept <= section.max_age:
+        raise source.error(
+            "supply",
+            "keep_versions",
+            f"keep_versions in [supply] must be above max_age ({section.max_age}), so that late results find their"
+            f" version; write for example keep_versions = {2 * section.max_age + 10}",
+        )
+    if config.train.policy == "delayed-nesterov" and not config.optimizer.nesterov:
+        raise source.error(
+            "optimizer",
+            "nesterov",
+            'policy = "delayed-nesterov" needs kind = "sgd", nesterov = true and a momentum in [optimizer]',
+        )
+    if section.momentum_every % count:
+        raise source.error(
+            "aggregation",
+            "momentum_every",
+            f"momentum_every in [aggregation] must be a multiple of microtasks_per_version ({count});"
+            f" write for example momentum_every = {4 * count}",
+        )
+    if section.rule in ("trimmed_mean", "krum", "multi_krum") and not section.byzantine:
+        raise source.error(
+            "aggregation", "rule", f'rule = "{section.rule}" needs byzantine, the number of contributions of a version'
+            " that may be wrong; write for example byzantine = 1",
+        )  # fmt: skip
+    least = 2 * section.byzantine + (3 if "krum" in section.rule else 1)
+    if count < least:
+        raise source.error(
+            "aggregation",
+            "byzantine",
+            f"byzantine = {section.byzantine} needs microtasks_per_version of at least {least}; raise that or lower it",
+        )
+    return dataclasses.replace(
+        section,
+        in_flight=(section.in_flight or 2 * count) if config.policy.flow else 0,
+        momentum_every=section.momentum_every or (count if "momentum_every" in config.policy.keys else 0),
+    )
+
+
+def _codec(section: CodecSection, content: Mapping[str, Any], source: _Source) -> Codec:
+    """The codec of a section all of whose given keys belong to its kind."""
+    for key in content.get("codec", {}):
+        default = next(each.default for each in dataclasses.fields(section) if each.name == key)
+        known = ("kind", "compression", *PARAMETERS[section.kind])
+        if key not in known and getattr(section, key) != default:
+            kinds = " and ".join(kind for kind in KINDS if key in PARAMETERS[kind] and kind != "dense")
+            raise source.error("codec", key, f"{key} in [codec] belongs to {kinds}; remove it or change the kind")
+    try:
+        return section.codec()
+    except ContractError as error:
+        raise source.error("codec", "block", f"{error}; write for example block = 256") from error
+
+
+def _tolerance(local: bool, codec: Codec) -> float:
+    """What copies may differ by once decoded: rounding makes more of a small difference, as much as the codec says."""
+    least = LOCAL_STEPS_TOLERANCE if local else GRADIENT_TOLERANCE
+    honest = LOCAL_STEPS_DISTANCE if local else GRADIENT_DISTANCE
+    return max(least, float(f"{CODEC_MARGIN * codec.method.spread(honest):.2g}"))

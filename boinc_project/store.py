@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from boinc_project import clock
 from boinc_project.database import Database, app, app_version, host_app_version, platform, result, workunit
 from boinc_project.gt_tables import (
     Disposition,
@@ -147,9 +147,9 @@ def stop_job(connection: Connection, job: JobRow, state: JobState, note: str) ->
 
 
 def begin_afresh(connection: Connection, job: JobRow) -> None:
-    """Have the current version's slots tried afresh: those given up, and, after the job has failed, also those whose
-    open workunit has met an error, so that these errors are not counted again."""
-    rows = microtasks(connection, job.id, job.current_version)
+    """Have slots whose results would be applied tried afresh: those given up, and, after the job has failed, also those
+    whose open workunit has met an error, so that these errors are not counted again."""
+    rows = useful_microtasks(connection, job)
     names = [str(row["workunit_name"]) for row in rows if row["state"] == MicrotaskState.FAILED]
     if job.state == JobState.FAILED:
         still_open = [str(row["workunit_name"]) for row in rows if row["state"] == MicrotaskState.ISSUED]
@@ -246,7 +246,7 @@ def record_files(
             "sha256": file.sha256,
             "md5": file.md5,
             "bytes": file.size,
-            "create_time": int(time.time()),
+            "create_time": int(clock.now()),
             "state": str(FileState.PUBLISHED),
         }
         for file in {file.name: file for file in files}.values()
@@ -259,14 +259,27 @@ def record_files(
 # Microtasks
 
 
-def microtasks(connection: Connection, job_id: int, version: int) -> list[Row]:
-    """All attempts at the slots of a version, by slot and attempt, without their documents."""
+def microtasks(connection: Connection, job_id: int, version: int, oldest: int | None = None) -> list[Row]:
+    """All attempts at the slots of a version, or of those since `oldest`, by slot and attempt, without documents."""
+    first = version if oldest is None else oldest
     query = (
         sa.select(*(column for column in gt_microtask.c if column.name != "document"))
-        .where(gt_microtask.c.job_id == job_id, gt_microtask.c.version == version)
+        .where(gt_microtask.c.job_id == job_id, gt_microtask.c.version.between(first, version))
         .order_by(gt_microtask.c.slot, gt_microtask.c.attempt)
     )
     return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def useful_microtasks(connection: Connection, job: JobRow) -> list[Row]:
+    """The same of all versions whose results are still applied."""
+    return microtasks(connection, job.id, job.current_version, job.config.first_useful_version(job.current_version))
+
+
+def next_slot(connection: Connection, job_id: int) -> int:
+    """The first slot that no microtask of a flow has had."""
+    query = sa.select(sa.func.max(gt_microtask.c.slot)).where(gt_microtask.c.job_id == job_id)
+    newest = connection.execute(query).scalar()
+    return 0 if newest is None else int(newest) + 1
 
 
 def microtask_of(connection: Connection, workunit_name: str) -> Row | None:
@@ -298,7 +311,7 @@ def soon() -> sa.ColumnElement[int]:
     "now" is news to it, but for the second in which somebody else has set the same one and it reads that before this
     transaction ends. One second more is a value that it cannot have read (one less it can).
     """
-    now = int(time.time())
+    now = int(clock.now())
     return sa.case((workunit.c.transition_time == now, now + 1), else_=now)
 
 
@@ -501,10 +514,11 @@ def pending_entries(connection: Connection, job_id: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Member:
-    """One contribution of a committed round and its weight (1 where the policy weighs by samples alone)."""
+    """One contribution of a committed round, its weight (validation x reliability) and its weight by age."""
 
     workunit_name: str
-    weight: float
+    weight: float = 1.0
+    age_weight: float = 1.0
 
 
 def round_members(connection: Connection, job_id: int, version: int) -> list[Member] | None:
@@ -512,7 +526,7 @@ def round_members(connection: Connection, job_id: int, version: int) -> list[Mem
     text = connection.execute(
         sa.select(gt_round.c.members).where(gt_round.c.job_id == job_id, gt_round.c.version == version)
     ).scalar()
-    return None if text is None else [Member(str(name), float(weight)) for name, weight in json.loads(text)]
+    return None if text is None else [Member(str(name), *map(float, weights)) for name, *weights in json.loads(text)]
 
 
 def commit_round(connection: Connection, job_id: int, version: int, members: Sequence[Member], now: float) -> None:
@@ -522,13 +536,20 @@ def commit_round(connection: Connection, job_id: int, version: int, members: Seq
             job_id=job_id,
             version=version,
             commit_time=now,
-            members=json.dumps([[member.workunit_name, member.weight] for member in members]),
+            members=json.dumps([[member.workunit_name, member.weight, member.age_weight] for member in members]),
         )
     )
     committed = str(Disposition.COMMITTED)
     changes: dict[Key, Row] = {
-        (member.workunit_name,): {"disposition": committed, "weight": member.weight} for member in members
+        (member.workunit_name,): {"disposition": committed, "weight": member.weight * member.age_weight}
+        for member in members
     }
+    update_rows(connection, gt_ledger, ("workunit_name",), changes)
+
+
+def set_disposition(connection: Connection, workunit_names: Sequence[str], disposition: Disposition) -> None:
+    """What became of these gradients."""
+    changes: dict[Key, Row] = {(name,): {"disposition": str(disposition)} for name in workunit_names}
     update_rows(connection, gt_ledger, ("workunit_name",), changes)
 
 
@@ -553,7 +574,7 @@ def committed_versions(connection: Connection, job_id: int, versions: Sequence[i
 
 def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
     """Tell `status` and `doctor` that this daemon is alive."""
-    values = {"pid": pid, "time": time.time(), "note": note}
+    values = {"pid": pid, "time": clock.now(), "note": note}
     changed = connection.execute(sa.update(gt_heartbeat).where(gt_heartbeat.c.daemon == daemon).values(**values))
     if changed.rowcount == 0:
         connection.execute(sa.insert(gt_heartbeat).values(daemon=daemon, **values))
@@ -561,7 +582,7 @@ def beat(connection: Connection, daemon: str, pid: int, note: str = "") -> None:
 
 def forget_silent(connection: Connection) -> None:
     """Drop the heartbeats of daemons that have made no pass for a week: they have been given up."""
-    connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < time.time() - FORGOTTEN_S))
+    connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.time < clock.now() - FORGOTTEN_S))
 
 
 def heartbeats(connection: Connection) -> list[Row]:

@@ -17,7 +17,7 @@ def least_seconds_per_task(
 
 def download_advice(config: JobConfig, version_bytes: float) -> str:
     """What a version costs to download, and how long a task should be so that the job's lines can feed it."""
-    hosts = config.train.microtasks_per_version * config.workunit.min_quorum
+    hosts = (config.aggregation.in_flight or config.train.microtasks_per_version) * config.workunit.min_quorum
     line, egress = config.supply.host_bandwidth, config.supply.server_bandwidth
     seconds = least_seconds_per_task(version_bytes, line, hosts, egress)
     return (

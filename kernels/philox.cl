@@ -1,5 +1,5 @@
 /* Random tensors by Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
-   the same bits as apps/gradient/philox.py.
+   the same bits as contract/philox.py.
 
        key (seed low, seed high), counter (block low, block high, step low, stream) -> four words per block
        element i is word i % 4 of block i / 4; uniform = upper 24 bits of the word / 2^24

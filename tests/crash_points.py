@@ -163,7 +163,7 @@ class Scene:
 #: Tables that the daemons write, but for heartbeats.
 _TABLES = (
     "workunit", "result", "user", "team", "host", "host_app_version", "gt_job", "gt_version", "gt_round",
-    "gt_microtask", "gt_ledger", "gt_file", "gt_trust",
+    "gt_microtask", "gt_ledger", "gt_file", "gt_trust", "gt_fingerprint",
 )  # fmt: skip
 _NEVER = 2**31 - 1
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.gradient import philox
 from apps.gradient.backends import Backend, open_backend
+from boinc_project.contract import philox
 from boinc_project.contract.graph import Graph
 from work_generator.export import ExportedGraph
 from work_generator.export.program import kept_constants

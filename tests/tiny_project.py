@@ -48,11 +48,23 @@ PROGRAM_PEAK_BYTES = 160e6  # resident memory of the packaged application's thre
 _updates: dict[str, bytes] = {}
 
 
+#: Texts of a job.toml and what to write in their place.
+Changes = tuple[tuple[str, str], ...]
+
+
 @functools.cache
-def exported(toml: str = "job.toml") -> tuple[Job, ExportedJob]:
+def exported(toml: str = "job.toml", changes: Changes = ()) -> tuple[Job, ExportedJob]:
     """A tiny job, traced once for all tests of the process."""
-    job = Job.load(TINY_JOB / toml)
-    return job, export_job(job)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(TINY_JOB, folder, dirs_exist_ok=True)
+        path = Path(folder) / toml
+        text = path.read_text()
+        for old, new in changes:
+            assert old in text, old
+            text = text.replace(old, new)
+        path.write_text(text)
+        job = Job.load(path)
+        return job, export_job(job)
 
 
 def publish_stub_app(tree: ProjectTree, db: Database) -> int:
@@ -78,7 +90,9 @@ class TinyProject:
     appid = 1
     job_id = 1
 
-    def __init__(self, folder: Path, toml: str = "job.toml", *, on: sa.URL | None = None) -> None:
+    def __init__(
+        self, folder: Path, toml: str = "job.toml", *, on: sa.URL | None = None, changes: Changes = ()
+    ) -> None:
         if (folder / "config.xml").exists():
             self.tree = ProjectTree(folder)
             self.db = self.tree.database()
@@ -93,7 +107,7 @@ class TinyProject:
             self.db = self.tree.database()
             store.create_own_tables(self.db)
             assert publish_stub_app(self.tree, self.db) == self.appid
-            job, made = exported(toml)
+            job, made = exported(toml, changes)
             assert publish_job(self.tree, self.db, job, made, APP, lambda text: None) == self.job_id
         self.stopper = Stopper(folder)
         self.transitioner = Transitioner(self.db, self.tree.config, upload_key=self.tree.upload_private())
@@ -253,11 +267,11 @@ class TinyProject:
 
 
 @functools.cache
-def _template(toml: str, validated: bool, kind: str) -> tuple[Path, Path, sa.URL, databases.Saved]:
+def _template(toml: str, changes: Changes, validated: bool, kind: str) -> tuple[Path, Path, sa.URL, databases.Saved]:
     """Where a project was made (paths in it are absolute), a copy of it as it was then, and its MariaDB's rows."""
     base = Path(tempfile.mkdtemp(prefix="boinc-train-tiny-"))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
-    with databases.chosen(kind), TinyProject(base / "project", toml) as project:
+    with databases.chosen(kind), TinyProject(base / "project", toml, changes=changes) as project:
         if validated:
             project.validate_round()
         url = project.db.url
@@ -266,12 +280,12 @@ def _template(toml: str, validated: bool, kind: str) -> tuple[Path, Path, sa.URL
     return base / "project", base / "copy", url, saved
 
 
-def tiny_project(toml: str = "job.toml", *, validated: bool = False) -> TinyProject:
+def tiny_project(toml: str = "job.toml", *, changes: Changes = (), validated: bool = False) -> TinyProject:
     """A fresh project; `validated`: with one round of honest copies already validated.
 
     It is made once and then copied back, always to the same place: close the project before the next one.
     """
-    place, copy, url, saved = _template(toml, validated, databases.current())
+    place, copy, url, saved = _template(toml, changes, validated, databases.current())
     shutil.rmtree(place)
     shutil.copytree(copy, place)
     if saved:

@@ -12,19 +12,16 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
 from boinc_project import store
-from boinc_project.contract.errors import InvalidResult, TransientError
-from boinc_project.contract.microtask import essentials
+from boinc_project.clock import now
 from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
 from boinc_project.daemon import Options, Patience, Stopper, UsageError
 from boinc_project.daemon_start import Started, outside_faults, run, start
@@ -34,14 +31,16 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
-from validator.agreement import pair_distances
+from validator import traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
-from validator.decision import SOON, Decision, Evidence, Sanity, decide, is_viable, needed
-from validator.sanity import load
+from validator.case import Case, Verdict
+from validator.decision import SOON
+from validator.evidence import Judge
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
 DEFAULT_SLEEP_S = 5.0
 WORKUNITS_PER_PASS = 1000
+SWEEP_S = 3600.0
 MAX_RESTARTS = 5  # of one workunit in one pass, when rows change under our hands
 
 #: Workunits written in one transaction, and the seconds after which the first of them waits no longer.
@@ -57,39 +56,12 @@ RESULT_COLUMNS = (
     "app_version_id", "sent_time", "received_time", "cpu_time", "elapsed_time", "flops_estimate", "granted_credit",
     "xml_doc_in",
 )  # fmt: skip
-TASK_COLUMNS = ("workunit_name", "job_id", "digest", "document", "flops")
+TASK_COLUMNS = ("workunit_name", "job_id", "version", "digest", "document", "flops")
 #: Of these, the columns that may not change between reading and writing.
 UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "target_nresults", "assimilate_state")
 RESULT_MARKS = ("server_state", "outcome", "validate_state", "hostid", "userid")
 
 log = logging.getLogger("validator")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A workunit with its results by ascending id, the microtask behind it and that one's job."""
-
-    unit: store.Row
-    results: Sequence[store.Row]
-    task: store.Row
-    job: JobRow
-
-    @property
-    def id(self) -> int:
-        return int(self.unit["id"])
-
-    def __str__(self) -> str:
-        return f"[WU#{self.id} {self.unit['name']}]"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is to be written for a case. `digests` are those of the readable payloads, by result id."""
-
-    case: Case
-    decision: Decision
-    digests: Mapping[int, str]
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -117,17 +89,20 @@ class Validator:
     appid: int
     stopper: Stopper
     rules: Rules = field(default_factory=Rules)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = now
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
+    swept: float = 0.0  # when old fingerprints were last looked for
 
     def __post_init__(self) -> None:
+        self.judge = Judge(self.tree, self.database, self.rules.one_vote_per_user)
         self.patience = Patience(self.clock)
 
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
         self.jobs.clear()
         with outside_faults():
+            self._sweep()
             worked, again = self._handle(self._waiting())
             for _ in range(MAX_RESTARTS - 1):
                 if again:
@@ -136,6 +111,14 @@ class Validator:
         for identifier in again:
             log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
         return worked
+
+    def _sweep(self) -> None:
+        """Drop fingerprints that are too old, some at a time."""
+        now = self.clock()
+        if not self.options.dry_run and not 0 <= now - self.swept < SWEEP_S:
+            while self.database.repeated(lambda connection: traces.drop_old(connection, now)):
+                self.stopper.check()
+            self.swept = now
 
     def _waiting(self) -> Iterator[list[int]]:
         """Pages of the workunits that are ours to judge now; parked ones do not keep others from being seen."""
@@ -208,15 +191,15 @@ class Validator:
     def _judged(self, cases: Sequence[Case]) -> Iterator[list[Verdict]]:
         """Verdicts in batches, so that none waits long for the others."""
         batch: list[Verdict] = []
-        since = time.monotonic()
+        since = self.clock()
         for case in cases:
             self.stopper.check()
             verdict = self._guarded(case)
             if verdict is not None:
                 batch.append(verdict)
-            if batch and time.monotonic() - since > BATCH_S:
+            if batch and self.clock() - since > BATCH_S:
                 yield batch
-                batch, since = [], time.monotonic()
+                batch, since = [], self.clock()
         if batch:
             yield batch
 
@@ -237,29 +220,7 @@ class Validator:
 
     def _judge(self, case: Case) -> Verdict:
         """Read the copies and decide."""
-        microtask = essentials(str(case.task["document"]))
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
-        tensors: dict[int, Mapping[str, Any]] = {}
-        digests: dict[int, str] = {}
-        sanity: dict[int, tuple[Sanity, str]] = {}
-        by_id = {int(row["id"]): row for row in case.results}
-        for identifier in needed(case.unit, case.results):
-            try:
-                payload = load(self.tree, by_id[identifier], types, microtask.codec, str(case.task["digest"]))
-                tensors[identifier], digests[identifier] = payload.update.tensors, payload.sha256
-                sanity[identifier] = (Sanity.GOOD, "")
-            except InvalidResult as error:
-                sanity[identifier] = (Sanity.INVALID, f"{error} ({error.fault})")
-            except TransientError as error:
-                sanity[identifier] = (Sanity.TRANSIENT, str(error))
-        voters: dict[int, Hashable] = {
-            int(row["id"]): int(row["userid"] if self.rules.one_vote_per_user else row["hostid"])
-            for row in case.results
-            if is_viable(row)
-        }
-        tolerance = case.job.config.workunit.tolerance
-        decision = decide(Evidence(case.unit, case.results, sanity, pair_distances(tensors), tolerance, voters))
-        return Verdict(case, decision, digests, f"{microtask.mode}:{microtask.graph_sha256[:16]}")
+        return self.judge.verdict(case)
 
     # Writing.
 
@@ -292,7 +253,10 @@ class Validator:
         woken: list[int] = []
         units: dict[Key, store.Row] = {}
         digests: dict[Key, store.Row] = {}
+        now = self.clock()
+        trails: list[store.Row] = []
         for each in kept:
+            trails += each.trails(now)
             unit, decision = each.case.unit, each.decision
             credit = self._credit(each)
             for row in each.case.results:
@@ -314,12 +278,13 @@ class Validator:
             units[(each.case.id,)] = fields
         if judged:
             judged.sort(key=lambda one: int(one.row["id"]))
-            books = open_books(connection, judged, self.rules.books, self.clock())
+            books = open_books(connection, judged, self.rules.books, now)
             for one in judged:
                 books.enter(one)
             books.write(connection)
             write_results(connection, judged, books.outliers)
         update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
+        traces.write(connection, trails)
         update_rows(connection, gt_microtask, ("workunit_name",), digests)
         update_rows(connection, workunit, ("id",), units)
         if woken:
@@ -380,6 +345,8 @@ def _changed(connection: Connection, cases: Sequence[Case]) -> set[int]:
 
 def _report(verdict: Verdict) -> None:
     """Say in the log what was written."""
+    for identifier, why in verdict.suspicions.items():
+        log.warning("%s [RESULT#%d] looks copied: %s", verdict.case, identifier, why)
     for row in verdict.case.results:
         change = verdict.decision.results.get(int(row["id"]))
         if change is not None and change.validate_state != row["validate_state"]:

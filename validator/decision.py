@@ -91,6 +91,7 @@ class Evidence:
     distances  of each pair of good copies, keyed by (smaller id, larger id)
     tolerance  the largest distance of copies that agree
     voters     who made a result, by its id; copies of one voter are one vote
+    estimates  of good copies whose canonical file is gone: the distance that the two fingerprints tell
     """
 
     workunit: Row
@@ -99,6 +100,7 @@ class Evidence:
     distances: Mapping[tuple[int, int], float]
     tolerance: float
     voters: Mapping[int, Hashable]
+    estimates: Mapping[int, float] = field(default_factory=dict)
 
     def compared(self, identifier: int, canonical: int) -> ResultChange:
         """The verdict over a readable copy beside the canonical result."""
@@ -107,6 +109,24 @@ class Evidence:
         if apart <= self.tolerance:
             return ResultChange(ValidateState.VALID, reason=reason)
         return ResultChange(ValidateState.INVALID, reason=reason, differs=apart <= HONEST_DISTANCE)
+
+    def estimated(self, identifier: int) -> ResultChange:
+        """The verdict over a readable copy when the canonical file is gone: we deleted the evidence ourselves, so
+        nobody is to blame unless its fingerprint speaks clearly.
+
+        Within the tolerance it is valid: what it earns is credit, nothing of it is folded, so that a change which the
+        fingerprint cannot see gains nothing. Farther than honest hardware differs it is invalid: the estimate is
+        then far above its own error. Between the two it is too late.
+        """
+        apart = self.estimates.get(identifier)
+        if apart is None:
+            return ResultChange(ValidateState.TOO_LATE, reason="the canonical file is gone")
+        reason = f"estimated distance {apart:.2g} to the canonical result, whose file is gone"
+        if apart <= self.tolerance:
+            return ResultChange(ValidateState.VALID, reason=reason)
+        if apart > HONEST_DISTANCE:
+            return ResultChange(ValidateState.INVALID, reason=reason)
+        return ResultChange(ValidateState.TOO_LATE, reason=reason)
 
 
 def decide(evidence: Evidence) -> Decision:
@@ -132,8 +152,7 @@ def _late_results(evidence: Evidence) -> Decision:
         if kind == Sanity.INVALID:
             changes[identifier] = ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, reason)
         elif of_canonical[0] == Sanity.INVALID:
-            # We deleted the evidence ourselves (the canonical file is gone): nobody is to blame.
-            changes[identifier] = ResultChange(ValidateState.TOO_LATE, reason="the canonical file is gone")
+            changes[identifier] = evidence.estimated(identifier)
         else:
             changes[identifier] = evidence.compared(identifier, canonical)
     return Decision(changes, workunit={"need_validate": 0, "transition_time": SOON})

@@ -12,14 +12,14 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project import store
+from boinc_project import clock, store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, workunit
@@ -57,6 +57,7 @@ class Generator:
     database: Database
     appid: int
     stopper: Stopper
+    wait: Callable[[float], None] | None = None  # lets others work for some seconds; None: sleep meanwhile
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
     advised: set[int] = field(default_factory=set)  # ids of jobs whose advice has been logged
@@ -83,7 +84,7 @@ class Generator:
         return worked
 
     def _supply(self, job: JobRow) -> bool:
-        now = time.time()
+        now = clock.now()
         with self.database.read() as connection:
             reason = supply.stop_reason(job.config, store.versions(connection, job.id), job.create_time, now)
         if reason:
@@ -92,22 +93,24 @@ class Generator:
                 self._stop(job, JobState.FINISHED, reason)
             return True
         with self.database.read() as connection:
-            rows = store.microtasks(connection, job.id, job.current_version)
-        slots = job.config.train.microtasks_per_version
-        given_up = supply.skipped_slots(rows, slots)
+            rows = store.useful_microtasks(connection, job)
+            next_slot = store.next_slot(connection, job.id) if job.config.policy.flow else 0
         self._advise(job)
-        for slot in given_up:
+        for slot in supply.skipped_slots(rows):
             self._once(
                 f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
             )
-        if len(given_up) == slots:
+        if supply.hopeless(job.config, rows):
             with self.database.read() as connection:
                 cause = store.commonest_error(connection, [str(row["workunit_name"]) for row in rows])
             self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
             return True
         if self._is_failing(job, rows):
             return True
-        wanted = supply.slots_to_issue(rows, slots)
+        if job.config.policy.flow:
+            wanted = supply.flow_to_issue(rows, next_slot, job.config.aggregation.in_flight)
+        else:
+            wanted = supply.slots_to_issue(rows, job.config.train.microtasks_per_version)
         issued = False
         for first in range(0, len(wanted), WORKUNITS_PER_BATCH):
             self.stopper.check()
@@ -138,7 +141,7 @@ class Generator:
         return True
 
     def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
-        """Make workunits of slots of the open round; returns whether any was made."""
+        """Make workunits of slots over the current version; returns whether any was made."""
         version = job.current_version
         with self.database.read() as connection:
             state = _published_state(connection, job, version)
@@ -157,7 +160,7 @@ class Generator:
         except issue.InputMissing as error:
             self._fail(job, str(error))
             return False
-        now, made = int(time.time()), list[issue.Draft]()
+        now, made = int(clock.now()), list[issue.Draft]()
         forms = workunits.Forms(self.tree, job.config, job.facts, job.appid)
         try:  # before anything is published: a row that cannot be leaves no file behind
             rows = [
@@ -220,19 +223,19 @@ class Generator:
         deadline = time.monotonic() + TRANSITIONER_PATIENCE_S
         while time.monotonic() < deadline:
             with self.database.read() as connection:
-                if not store.transitions_waiting(connection, appid, int(time.time())):
+                if not store.transitions_waiting(connection, appid, int(clock.now())):
                     return
-            self.stopper.sleep(min(0.2, self.options.sleep_interval))
+            (self.wait or self.stopper.sleep)(min(0.2, self.options.sleep_interval))
         self._once("the transitioner has not looked at new workunits for a minute; is it running?")
 
     def _help_stragglers(self, job: JobRow) -> bool:
         """Raise target_nresults of workunits whose copies take too long (BOINC makes one more result), and have the
         transitioner look at those that it overlooked."""
-        now = int(time.time())
+        now = int(clock.now())
         with self.database.read() as connection:
             open_names = [
                 str(row["workunit_name"])
-                for row in store.microtasks(connection, job.id, job.current_version)
+                for row in store.useful_microtasks(connection, job)
                 if row["state"] == MicrotaskState.ISSUED
             ]
             keys = [(name,) for name in open_names]

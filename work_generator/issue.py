@@ -10,7 +10,6 @@ names them yet. After it, the workunits exist and their slots are taken.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project import store
+from boinc_project import clock, store
 from boinc_project.contract.microtask import STATE_FILE
 from boinc_project.database import Database, workunit
 from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
@@ -140,7 +139,7 @@ def _microtask_row(job: JobRow, draft: Draft) -> store.Row:
         "samples": draft.content.microtask.samples,
         "flops": float(job.facts.step_flops * draft.content.microtask.steps),
         "state": str(MicrotaskState.ISSUED),
-        "create_time": int(time.time()),
+        "create_time": int(clock.now()),
         "canonical_sha256": "",
         "note": "",
     }

@@ -4,9 +4,9 @@ Every epoch visits the shards in a shuffled order and the rows of each shard in 
 microtask touches few shards however large the data are; with a single shard this is a full shuffle. The
 batches of an epoch are numbered on through all versions:
 
-    batch number = (version * microtasks per version + slot) * batches per microtask + batch
+    batch number = number of the microtask * batches per microtask + batch
 
-Two slots never share a batch, the same slot issued again gets the same batches, and nothing depends on who
+Two microtasks never share a batch, the same one issued again gets the same batches, and nothing depends on who
 computes what or when.
 """
 
@@ -57,11 +57,10 @@ def _epoch_order(seed: int, epoch: int, rows: tuple[int, ...]) -> tuple[Array, A
     return np.concatenate(shards), np.concatenate(inside)
 
 
-def batches_of_microtask(
-    plan: DataPlan, version: int, slot: int, microtasks_per_version: int, batches: int
-) -> tuple[tuple[Batch, ...], tuple[int, ...]]:
-    """The microtask's batches, and the shards they use: Batch.shards number the entries of that list."""
-    first = (version * microtasks_per_version + slot) * batches
+def batches_of_microtask(plan: DataPlan, number: int, batches: int) -> tuple[tuple[Batch, ...], tuple[int, ...]]:
+    """The batches of the job's microtask `number`, and the shards they use: Batch.shards number the entries of that
+    list."""
+    first = number * batches
     drawn = [plan.samples_of(first + index) for index in range(batches)]
     used = sorted({int(shard) for shards, _ in drawn for shard in shards})
     place = {shard: number for number, shard in enumerate(used)}

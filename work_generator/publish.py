@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
-from boinc_project import store, templates
+from boinc_project import clock, store, templates
 from boinc_project.contract import tensorfile, whole_file
-from boinc_project.contract.codecs import Codec
+from boinc_project.contract.codecs import KINDS
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import UPDATE_FILE, Microtask
@@ -35,12 +35,13 @@ from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Publis
 from boinc_project.project_tree import ProjectTree
 from work_generator.export import ExportedJob
 from work_generator.job import Job
-from work_generator.workunits import data_plan, make_content, steps_of
+from work_generator.workunits import data_plan, make_content
 
 Array = npt.NDArray[Any]
 
 SHARD_BYTES = 8 << 20  # of one data shard where job.toml does not say how many samples it holds
-OPERATORS_FILE = ".operators.json"  # beside an app version: the operators it knows
+OPERATORS_FILE = ".operators.json"  # beside an app version: the operators and codecs it knows
+FIRST_CODECS = ("dense", "int8")
 
 Progress = Callable[[str], None]
 
@@ -60,7 +61,7 @@ def publish_job(
         raise JobError(f"the app {app!r} has no version that volunteers could run; run boinc-train build-app first")
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
     graphs += exported.smaller.values()
-    check_operators(graphs, known_operators(tree.project_dir / "apps" / app, sent))
+    check_known(graphs, config.codec.kind, known_to_all(tree.project_dir / "apps" / app, sent))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
     publisher = Publisher(tree, config.job.name)
@@ -112,10 +113,8 @@ def prepare(
     )
     train = _shards(job, "train", folder, publisher, progress)
     test = _shards(job, "test", folder, publisher, progress) if "test" in job.data else ()
-    steps = steps_of(config)
-    mode = "local-steps" if config.train.policy == "diloco" else "gradient"
-    types = update_types(exported.gradient, mode, steps)
-    codec = Codec(config.codec.kind, config.codec.block, config.codec.compression)
+    types = update_types(exported.gradient, config.mode, config.steps)
+    codec = config.codec.codec()
     facts = JobFacts(
         graph=graph,
         smaller=smaller,
@@ -163,21 +162,31 @@ def local_content(job: Job, exported: ExportedJob, slot: int, place: Path) -> tu
     return content.microtask, {open_name: by_name[file.name] for open_name, file in content.files.items()}
 
 
-def check_operators(graphs: list[Graph], known: set[str]) -> None:
+@dataclass(frozen=True)
+class Known:
+    """What every app version that a job would be sent to can run."""
+
+    operators: frozenset[str]
+    codecs: frozenset[str]
+
+
+def check_known(graphs: list[Graph], codec: str, known: Known) -> None:
     """Refuse a job that an app version could not run to which it would be sent, before any workunit exists."""
+    newer = "publish a newer app version for that platform and plan class (boinc-train build-app --version), or change"
     for graph in graphs:
-        missing = sorted(graph.operators() - known)
+        missing = sorted(graph.operators() - known.operators)
         if missing:
             raise JobError(
-                f"the model needs the operator {missing[0]!r}, which an app version in use does not know; publish a"
-                " newer app version for that platform and plan class (boinc-train build-app --version), or change the"
+                f"the model needs the operator {missing[0]!r}, which an app version in use does not know; {newer} the"
                 " model"
             )
+    if codec not in known.codecs:
+        raise JobError(f"an app version in use does not know the codec {codec!r}; {newer} kind in [codec]")
 
 
-def known_operators(app_folder: Path, sent: Sequence[store.Row]) -> set[str]:
-    """Operators that each of these app versions knows (.operators.json in its folder)."""
-    known = set(OPSET)
+def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
+    """What each of these app versions says that it knows (.operators.json in its folder)."""
+    operators, codecs = frozenset(OPSET), frozenset(KINDS)
     wanted = {(int(row["version_num"]), str(row["platform"]), str(row["plan_class"])) for row in sent}
     # Builds of an earlier release have no dot in front.
     for path in sorted(app_folder.glob(f"*/*/*{OPERATORS_FILE.removeprefix('.')}")):
@@ -187,8 +196,11 @@ def known_operators(app_folder: Path, sent: Sequence[store.Row]) -> set[str]:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise JobError(f"{path} cannot be read ({error}); run boinc-train build-app again") from error
-        known &= {str(name) for name in found}
-    return known
+        # A release that knew two codecs wrote a list of operators.
+        both = found if isinstance(found, dict) else {"operators": found, "codecs": FIRST_CODECS}
+        operators &= {str(name) for name in both.get("operators", ())}
+        codecs &= {str(name) for name in both.get("codecs", ())}
+    return Known(operators, codecs)
 
 
 def _version_of(folder: Path) -> tuple[int, str, str] | None:
@@ -255,7 +267,7 @@ def _insert_job(connection: sa.Connection, config: JobConfig, facts: JobFacts, f
         sa.insert(gt_job).values(
             name=config.job.name,
             appid=appid,
-            create_time=int(time.time()),
+            create_time=int(clock.now()),
             state=str(JobState.RUNNING),
             note="",
             config=config.canonical_json(),
@@ -274,7 +286,7 @@ def _insert_version_zero(connection: sa.Connection, job_id: int, digest: str, si
         sa.insert(gt_version).values(
             job_id=job_id,
             version=0,
-            create_time=time.time(),
+            create_time=clock.now(),
             state_sha256=digest,
             state_bytes=size,
             optimizer_sha256="",

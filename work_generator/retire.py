@@ -85,7 +85,8 @@ def versions_in_use(connection: Connection, job: JobRow, versions: Sequence[int]
 def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
     """Cancel the workunits that no longer serve the job and for which nobody can be credited; returns their number.
 
-    Those are the ones that were withdrawn, and all open ones of a job that has finished or failed. While a copy is
+    Those are the ones that were withdrawn, those whose results would come too late for any version, and all open ones
+    of a job that has finished or failed. While a copy is
     out or may be found valid its workunit is left to end by itself: cancelling it would take its volunteers' credit.
     Where every copy that was sent has failed, it would only be sent to further hosts. Of a job that has failed, the
     others get no further copies either. `settled` remembers the names that need no further look.
@@ -94,8 +95,12 @@ def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
     if job.state in (JobState.FINISHED, JobState.FAILED):
         states.append(str(MicrotaskState.ISSUED))
     with database.read() as connection:
+        too_old = sa.and_(
+            gt_microtask.c.state == str(MicrotaskState.ISSUED),
+            gt_microtask.c.version < job.config.first_useful_version(job.current_version),
+        )
         query = sa.select(gt_microtask.c.workunit_name).where(
-            gt_microtask.c.job_id == job.id, gt_microtask.c.state.in_(states)
+            gt_microtask.c.job_id == job.id, gt_microtask.c.state.in_(states) | too_old
         )
         names = {str(name) for name in connection.scalars(query)} - settled
         units = {name: row for name, row in _units(connection, names).items() if not _is_over(row)}
@@ -112,11 +117,16 @@ def cancel_unsent(database: Database, job: JobRow, settled: set[str]) -> int:
             if held:
                 log.info("[WU#%d %s] gets no further copies while the job is stopped", row["id"], name)
             continue
-        if database.repeated(partial(_cancel, identifier=int(row["id"]), name=name, why=f"the job is {job.state}")):
+        if database.repeated(partial(_cancel, identifier=int(row["id"]), name=name, why=_why(job))):
             settled.add(name)
             cancelled += 1
             log.info("[WU#%d %s] cancelled: it serves no version, and nobody works on it", row["id"], name)
     return cancelled
+
+
+def _why(job: JobRow) -> str:
+    stopped = job.state in (JobState.FINISHED, JobState.FAILED)
+    return f"the job is {job.state}" if stopped else "nothing of it would be applied"
 
 
 def _hold(connection: Connection, job: JobRow, identifier: int) -> bool:

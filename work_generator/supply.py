@@ -44,10 +44,36 @@ def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
     return wanted
 
 
-def skipped_slots(microtasks: Sequence[Row], slots: int) -> list[int]:
-    """Slots whose workunits failed so often that their samples are left out of the round."""
+def flow_to_issue(microtasks: Sequence[Row], next_slot: int, in_flight: int) -> list[Issue]:
+    """What a flow lacks of its `in_flight` open microtasks: first those that failed, again, then new slots.
+
+    `microtasks` are those of all versions whose results are still applied: what is older and still out no longer
+    counts as open. `next_slot` is the first slot that nobody has had.
+    """
     by_slot = _by_slot(microtasks)
-    return [slot for slot in range(slots) if _failures(by_slot.get(slot, [])) >= MAX_ATTEMPTS]
+    lacking = in_flight - sum(1 for row in microtasks if row["state"] == MicrotaskState.ISSUED)
+    newest = {slot: max(attempts, key=lambda m: int(m["attempt"])) for slot, attempts in sorted(by_slot.items())}
+    again = [
+        Issue(slot, int(row["attempt"]) + 1)
+        for slot, row in newest.items()
+        if row["state"] in _OVER and _failures(by_slot[slot]) < MAX_ATTEMPTS
+    ]
+    fresh = [Issue(slot, 0) for slot in range(next_slot, next_slot + lacking - len(again))]
+    return [*again, *fresh][: max(0, lacking)]
+
+
+def skipped_slots(microtasks: Sequence[Row]) -> list[int]:
+    """Slots whose workunits failed so often that their samples are left out."""
+    return [slot for slot, attempts in sorted(_by_slot(microtasks).items()) if _failures(attempts) >= MAX_ATTEMPTS]
+
+
+def hopeless(config: JobConfig, microtasks: Sequence[Row]) -> bool:
+    """Whether every slot failed on every try: all of a round, or as many in a row as a flow has out at a time."""
+    given_up = skipped_slots(microtasks)
+    if not config.policy.flow:
+        return len(given_up) == config.train.microtasks_per_version
+    folded = any(row["state"] == MicrotaskState.FOLDED for row in microtasks)
+    return not folded and len(given_up) >= config.aggregation.in_flight
 
 
 def _by_slot(microtasks: Sequence[Row]) -> dict[int, list[Row]]:

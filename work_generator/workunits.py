@@ -17,7 +17,6 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from boinc_project import templates
-from boinc_project.contract.codecs import Codec
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
@@ -57,25 +56,18 @@ def data_plan(config: JobConfig, facts: JobFacts) -> DataPlan:
     return DataPlan(config.job.seed, rows, config.data.batch_size, facts.full_batches)
 
 
-def steps_of(config: JobConfig) -> int:
-    """Batches of one microtask."""
-    train = config.train
-    return train.local_steps if train.policy == "diloco" else train.batches_per_microtask
-
-
 def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, state: Published) -> Content:
-    """The microtask for this slot of the round that starts from `version` (whose published state is `state`)."""
-    steps = steps_of(config)
-    slots = config.train.microtasks_per_version
-    batches, used = batches_of_microtask(data_plan(config, facts), version, slot, slots, steps)
-    files = _files(facts, state, [facts.train[number] for number in used])
-    local = config.train.policy == "diloco"
-    if local:
+    """The microtask for this slot over `version` (whose published state is `state`)."""
+    steps = config.steps
+    number = microtask_number(config, version, slot)
+    batches, used = batches_of_microtask(data_plan(config, facts), number, steps)
+    files = _files(facts, state, [facts.train[shard] for shard in used])
+    if config.mode == "local-steps":
         assert facts.optimizer is not None
         files[OPTIMIZER_FILE] = facts.optimizer
     microtask = Microtask(
         job=config.job.name,
-        mode="local-steps" if local else "gradient",
+        mode=config.mode,
         base_version=version,
         slot=slot,
         files={name: FileRef(file.sha256, file.size) for name, file in files.items()},
@@ -83,10 +75,15 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
         batches=batches,
         learning_rates=(config.learning_rate(version),) * steps,
         seed=config.job.seed,
-        first_step=(version * slots + slot) * steps,
-        codec=Codec(config.codec.kind, config.codec.block, config.codec.compression),
+        first_step=number * steps,
+        codec=config.codec.codec(),
     )
     return Content(microtask, files)
+
+
+def microtask_number(config: JobConfig, version: int, slot: int) -> int:
+    """Counts the job's microtasks: the slots of a round, round after round; in a flow they run on by themselves."""
+    return slot if config.policy.flow else version * config.train.microtasks_per_version + slot
 
 
 def _files(facts: JobFacts, state: Published, shards: list[Shard]) -> dict[str, Published]:

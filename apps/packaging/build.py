@@ -6,7 +6,7 @@ The result is BOINC's layout for `update_versions`:
 
     OUTPUT/apps/gradient/VERSION/x86_64-pc-linux-gnu/gradient_VERSION_x86_64-pc-linux-gnu   the program
                                                      version.xml       what BOINC must know of it
-                                                     .operators.json   the operators it knows
+                                                     .operators.json   the operators and codecs it knows
 
 A version for a plan class lies in PLATFORM__PLANCLASS. `update_versions` publishes every file of the folder whose
 name does not begin with a dot, named in version.xml or not, under its own name and for ever.
@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable
 
+from boinc_project.contract.codecs import KINDS as CODECS
 from boinc_project.contract.opset import OPSET
 
 APP_NAME = "gradient"
@@ -487,7 +488,8 @@ def write_folder(
     (folder / "version.xml").write_text(version_xml(target.name), encoding="ascii")
     # For the project's side: a job that needs another operator is refused before any workunit exists.
     (folder / OPERATORS_FILE.removeprefix(".")).unlink(missing_ok=True)  # an earlier release wrote it there
-    (folder / OPERATORS_FILE).write_text(json.dumps(sorted(OPSET), indent=1) + "\n", encoding="ascii")
+    known = {"operators": sorted(OPSET), "codecs": sorted(CODECS)}
+    (folder / OPERATORS_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="ascii")
     return BuiltApp(
         folder=folder,
         program=target,

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from assimilator.aggregation import NothingToFold
+from assimilator.contributions import NothingToFold
 from assimilator.rules.gram import gram_matrix, product
 from assimilator.rules.rows import Array, Rows
 

@@ -107,8 +107,8 @@ class Workbench:
         return {name: values[f"value/{name}"] for name in state}
 
     def _loaded(self, replica: Replica, mode: str, state: Tensors, version: int, slot: int, steps: int) -> Loaded:
-        slots = self.config.train.microtasks_per_version
-        batches, _ = batches_of_microtask(self.plan, version, slot, slots, steps)
+        number = version * self.config.train.microtasks_per_version + slot
+        batches, _ = batches_of_microtask(self.plan, number, steps)
         if replica.shuffle:
             batches = tuple(_shuffled(batch) for batch in batches)
         microtask = Microtask(
@@ -121,7 +121,7 @@ class Workbench:
             batches=batches,
             learning_rates=(self.learning_rate,) * steps,
             seed=self.config.job.seed,
-            first_step=(version * slots + slot) * steps,
+            first_step=number * steps,
             codec=self._codec,
         )
         return Loaded(

@@ -216,7 +216,12 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
         connection.execute(sa.delete(gt_round).where(gt_round.c.job_id == found.id, gt_round.c.version > version))
         connection.execute(
             sa.update(gt_ledger)
-            .where(gt_ledger.c.job_id == found.id, gt_ledger.c.base_version >= version)
+            .where(
+                gt_ledger.c.job_id == found.id,
+                (gt_ledger.c.base_version >= version)
+                | (gt_ledger.c.applied_version > version)  # late contributions of older versions
+                | (gt_ledger.c.disposition == str(Disposition.COMMITTED)),
+            )
             .values(disposition=str(Disposition.DROPPED), applied_version=None)
         )
         connection.execute(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from boinc_project.contract import canonical
 from boinc_project.contract.canonical import Taker
-from boinc_project.contract.codecs import Codec
+from boinc_project.contract.codecs import Codec, CodecSeed
 from boinc_project.contract.errors import ContractError
 
 FORMAT = "boinc-train-microtask"
@@ -94,6 +94,7 @@ class Microtask:
     batches          one per step
     learning_rates   one per step (inner learning rate; unused by gradients)
     seed, first_step of the random generator: step i draws with (seed, first_step + i)
+    codec            draws by this microtask's seed, version and slot, whatever seed it was given with
     """
 
     job: str
@@ -107,6 +108,10 @@ class Microtask:
     seed: int
     first_step: int
     codec: Codec
+
+    def __post_init__(self) -> None:
+        seed = CodecSeed(self.seed, self.base_version, self.slot)
+        object.__setattr__(self, "codec", self.codec.seeded(seed))
 
     @property
     def steps(self) -> int:
@@ -170,7 +175,8 @@ class Essentials(NamedTuple):
 def essentials(text: str | bytes) -> Essentials:
     """Read these from a document of our own, which was checked when it was issued."""
     document = json.loads(text)
-    codec = Codec(**document["codec"])
+    seed = CodecSeed(document["seed"], document["base_version"], document["slot"])
+    codec = Codec(**document["codec"], seed=seed)
     return Essentials(document["mode"], len(document["batches"]), codec, document["files"][GRAPH_FILE]["sha256"])
 
 

@@ -1113,7 +1113,7 @@ _ROWS: list[tuple[str, InferRule, FlopsRule]] = [
         _nll_loss_backward,
         _LIGHT,
     ),
-    # random numbers: Philox4x32-10 (Salmon et al. 2011), see apps/gradient/philox.py
+    # random numbers: Philox4x32-10 (Salmon et al. 2011), see contract/philox.py
     ("random_bernoulli(seed, step; p, shape, stream)", _random, _COSTLY),
     ("random_uniform(seed, step; shape, stream)", _random, _COSTLY),
 ]

@@ -153,6 +153,7 @@ def _checked_file(
         raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
     if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
         raise InvalidResult("the update's metadata is too long", fault="too_large")
+    codec.check(file.tensors, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
     return file
 
 

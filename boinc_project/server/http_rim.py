@@ -11,7 +11,6 @@ import asyncio
 import html
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ import sqlalchemy as sa
 from aiohttp import web
 from sqlalchemy.exc import DBAPIError
 
-from boinc_project import database, templates
+from boinc_project import clock, database, templates
 from boinc_project import store as queries
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job
@@ -153,7 +152,7 @@ class Rim:
                 email=query.get("email_addr", ""),
                 passwd_hash=query.get("passwd_hash", ""),
                 name=query.get("user_name", ""),
-                now=int(time.time()),
+                now=int(clock.now()),
             )
 
         def create() -> str:

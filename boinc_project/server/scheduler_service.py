@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
-from boinc_project import database
+from boinc_project import clock, database
 from boinc_project.database import Database, is_lost
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server import scheduler
@@ -199,7 +198,7 @@ class SchedulerService:
         db: Database,
         transitioner: Transitioner,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.now,
     ) -> None:
         self.tree, self.db, self.config = tree, db, tree.config
         self.transitioner = transitioner
@@ -243,6 +242,10 @@ class SchedulerService:
             text = f"Project encountered an internal error ({type(error).__name__}); it will be retried"
             return [Answer(format_reply(scheduler.error_reply(self.config, text)))]
 
+    def reply_to(self, request: SchedulerRequest) -> SchedulerReply:
+        """The same for one request that is a record already: what the simulator's hosts ask. Nothing is held."""
+        return self.db.serialized(lambda connection: self._handle(connection, request)[0], synced=False)
+
     def _parsed(self, body: bytes) -> SchedulerRequest | RequestError:
         try:
             return parse_request(body)
@@ -255,16 +258,20 @@ class SchedulerService:
         if isinstance(request, RequestError):
             text = f"Error in request message: {request}"
             return Answer(format_reply(scheduler.error_reply(self.config, text)))
+        reply, may_be_held = self._handle(connection, request)
+        return Answer(format_reply(reply), Held(request, reply) if may_be_held else None)
+
+    def _handle(self, connection: Connection, request: SchedulerRequest) -> tuple[SchedulerReply, bool]:
+        """The reply, what it says being written, and whether it may be held."""
         identity = self._identify(connection, request)
         if identity.user is None:
-            return Answer(format_reply(scheduler.refuse(self.config)))
+            return scheduler.refuse(self.config), False
         now = int(self.clock())
         host = identity.host or self._find_or_make_host(connection, request, identity.user, now)
         snapshot = self._snapshot(connection, request, identity.user, host, now, new_to_client=identity.host is None)
         decision = self._decided(connection, request, snapshot)
         reply = self._carried_out(connection, decision, snapshot)
-        may_be_held = scheduler.may_be_held(request, decision)
-        return Answer(format_reply(reply), Held(request, reply) if may_be_held else None)
+        return reply, scheduler.may_be_held(request, decision)
 
     def _ask_again(self, connection: Connection, held: Held) -> Answer:
         """Work for a client whose reply is held; without any, nothing is written and the reply stays held."""

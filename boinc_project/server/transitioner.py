@@ -11,7 +11,6 @@ import functools
 import logging
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project import database, templates
+from boinc_project import clock, database, templates
 from boinc_project.config import ProjectConfig
 from boinc_project.database import Database
 from boinc_project.server.statements import Statement, insert_row, update_row
@@ -357,7 +356,7 @@ class Transitioner:
         config: ProjectConfig,
         *,
         upload_key: PrivateKey | None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.now,
     ) -> None:
         self.db = db
         self.config = config

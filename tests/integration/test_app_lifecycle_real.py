@@ -16,6 +16,7 @@ import pytest
 
 from apps.packaging import build
 from apps.packaging.build import BuiltApp
+from boinc_project.contract.codecs import KINDS
 from boinc_project.contract.microtask import UPDATE_FILE
 from boinc_project.contract.opset import OPSET
 from tests.mini_client import AUTHENTICATOR, MiniClient, session_members, spawn_client, wait_for
@@ -152,7 +153,8 @@ def test_the_package_has_boincs_layout_and_declares_its_api_version(packaged: Bu
     assert packaged.folder.parts[-4:] == ("apps", "gradient", "1.00", build.PLATFORM)
     names = sorted(path.name for path in packaged.folder.iterdir())
     assert names == [build.OPERATORS_FILE, packaged.program.name, "version.xml"]
-    assert set(json.loads((packaged.folder / build.OPERATORS_FILE).read_text())) == set(OPSET)
+    known = json.loads((packaged.folder / build.OPERATORS_FILE).read_text())
+    assert (set(known["operators"]), set(known["codecs"])) == (set(OPSET), set(KINDS))
     text = (packaged.folder / "version.xml").read_text()
     assert "<api_version>7.20.5</api_version>" in text and "<main_program/>" in text
     assert "dont_throttle" not in text

@@ -269,6 +269,27 @@ def test_operator_that_a_deployed_app_version_lacks_is_named_before_any_workunit
     mistake(create(project, job_folder), "operator", "newer app version")
 
 
+@pytest.mark.parametrize(
+    ("known", "codec", "refused"),
+    [
+        (sorted(OPSET), "fp4", True),  # a list: written before there were more than two codecs
+        (sorted(OPSET), "int8", False),
+        ({"operators": sorted(OPSET), "codecs": ["dense", "int8", "fp4"]}, "fp4", False),
+        ({"operators": sorted(OPSET), "codecs": ["dense", "int8", "fp4"]}, "top-k", True),
+    ],
+)
+def test_codec_that_a_deployed_app_version_lacks_is_named_before_any_workunit_exists(
+    project: TinyProject, job_folder: Path, known: object, codec: str, refused: bool
+) -> None:
+    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / ".operators.json"
+    path.write_text(json.dumps(known))
+    edit(job_folder / "job.toml", "[optimizer]", f'[codec]\nkind = "{codec}"\n\n[optimizer]')
+    if refused:
+        mistake(create(project, job_folder), f"the codec '{codec}'", "newer app version")
+    else:
+        assert create(project, job_folder).exit_code == 0
+
+
 def publish_newer(project: TinyProject, plan_class: str = "") -> None:
     """Version 1.1 with all operators, for the platform of version 1.0."""
     leaf = project.tree.project_dir / "apps" / "gradient" / "1.1" / f"x86_64-pc-linux-gnu{plan_class}"

@@ -12,8 +12,8 @@ from typing import Any, Callable
 
 import numpy as np
 
-from apps.gradient import philox
 from apps.gradient.backends.backend import Call, Kernel, Prepare
+from boinc_project.contract import philox
 from boinc_project.contract.opset import number
 
 Array = np.ndarray[Any, Any]

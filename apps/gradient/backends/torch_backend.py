@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apps.gradient import philox
 from apps.gradient.backends import torch_device
 from apps.gradient.backends.backend import Call, Kernel, Prepare, Program
 from apps.gradient.backends.torch_checks import Checks, program
 from apps.gradient.boinc_messages import InitData
 from apps.gradient.executor import ExecutionError
+from boinc_project.contract import philox
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import OPSET, TensorType, number
 
@@ -429,7 +429,7 @@ def _nll_loss_backward(call: Call, checks: Checks) -> Kernel:
 
 
 def philox_uniform(seed: Tensor, step: Tensor, stream: int, count: int) -> Tensor:
-    """`apps.gradient.philox.uniform` in 64-bit integer tensors, where products wrap as unsigned ones do.
+    """`boinc_project.contract.philox.uniform` in 64-bit integer tensors, where products wrap as unsigned ones do.
 
     Seed and step stay on the device: reading them would make the host wait.
     """

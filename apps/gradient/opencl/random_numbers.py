@@ -1,4 +1,4 @@
-"""Random tensors, the same bits as every other backend's (philox.cl; see apps/gradient/philox.py)."""
+"""Random tensors, the same bits as every other backend's (philox.cl; see contract/philox.py)."""
 
 from __future__ import annotations
 

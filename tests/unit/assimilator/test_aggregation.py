@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assimilator.aggregation import Contribution, NothingToFold, fold
+from assimilator.aggregation import fold
 from assimilator.apply import round_loss, round_to_commit
+from assimilator.contributions import Contribution, NothingToFold
+from assimilator.rules import Median, NormBound, Rule
 from boinc_project.contract.codecs import Codec
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.opset import TensorType
@@ -40,69 +42,69 @@ def some_round(prefix: str) -> list[Contribution]:
     return made
 
 
-@pytest.mark.parametrize(("policy", "prefix"), [("sync", "gradient"), ("diloco", "delta")])
-def test_the_result_is_the_same_bit_for_bit_in_every_order_of_arrival(policy: str, prefix: str) -> None:
+@pytest.mark.parametrize("rule", [None, Median(), NormBound()], ids=str)
+@pytest.mark.parametrize("prefix", ["gradient", "delta"])
+def test_the_result_is_the_same_bit_for_bit_in_every_order_of_arrival(prefix: str, rule: Rule | None) -> None:
     contributions = some_round(prefix)
-    first = fold(contributions, policy)
+    first = fold(contributions, rule)
     for order in itertools.permutations(contributions):
-        gradient, buffers, samples = fold(order, policy)
-        assert samples == first[2]
-        for found, expected in ((gradient, first[0]), (buffers, first[1])):
+        again = fold(order, rule)
+        assert again.samples == first.samples
+        for found, expected in ((again.gradient, first.gradient), (again.buffers, first.buffers)):
             assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in expected.items()}
 
 
 def test_sync_is_the_mean_over_all_samples_of_the_round() -> None:
-    gradient, _, samples = fold(
-        [contribution(0, 2, gradient_w=np.float32([6, 0])), contribution(1, 4, gradient_w=np.float32([0, 3]))], "sync"
+    folded = fold(
+        [contribution(0, 2, gradient_w=np.float32([6, 0])), contribution(1, 4, gradient_w=np.float32([0, 3]))]
     )
-    assert samples == 6
-    np.testing.assert_array_equal(gradient["w"], np.float32([1.0, 0.5]))
-    assert gradient["w"].dtype == np.float32
+    assert folded.samples == 6
+    np.testing.assert_array_equal(folded.gradient["w"], np.float32([1.0, 0.5]))
+    assert folded.gradient["w"].dtype == np.float32
 
 
 def test_diloco_weighs_each_delta_by_its_samples() -> None:
-    gradient, _, _ = fold(
-        [contribution(0, 1, delta_w=np.float32([4.0])), contribution(1, 3, delta_w=np.float32([8.0]))], "diloco"
-    )
+    gradient = fold(
+        [contribution(0, 1, delta_w=np.float32([4.0])), contribution(1, 3, delta_w=np.float32([8.0]))]
+    ).gradient
     np.testing.assert_array_equal(gradient["w"], np.float32([7.0]))
 
 
 def test_running_statistics_are_averaged_by_samples_and_counters_take_the_largest() -> None:
-    _, buffers, _ = fold(
+    buffers = fold(
         [
             contribution(0, 1, buffer_mean=np.float32([4.0]), buffer_n=np.array(5)),
             contribution(1, 3, buffer_mean=np.float32([8.0]), buffer_n=np.array(2)),
-        ],
-        "sync",
-    )
+        ]
+    ).buffers
     np.testing.assert_array_equal(buffers["mean"], np.float32([7.0]))
     assert buffers["mean"].dtype == np.float32
     assert buffers["n"] == 5 and buffers["n"].shape == ()
 
 
 def test_a_single_contribution_is_neither_zero_nor_doubled() -> None:
-    gradient, _, _ = fold([contribution(3, 4, gradient_w=np.float32([8.0]))], "sync")
+    gradient = fold([contribution(3, 4, gradient_w=np.float32([8.0]))]).gradient
     np.testing.assert_array_equal(gradient["w"], np.float32([2.0]))
-    delta, _, _ = fold([contribution(3, 4, delta_w=np.float32([8.0]))], "diloco")
+    delta = fold([contribution(3, 4, delta_w=np.float32([8.0]))]).gradient
     np.testing.assert_array_equal(delta["w"], np.float32([8.0]))
 
 
 @pytest.mark.parametrize("contributions", [[], [contribution(0, 0, gradient_w=np.float32([1.0]))]])
 def test_a_round_without_weight_folds_nothing(contributions: list[Contribution]) -> None:
     with pytest.raises(NothingToFold):
-        fold(contributions, "sync")
+        fold(contributions)
 
 
 def test_large_gradients_do_not_overflow_while_they_are_summed() -> None:
     big = np.float32([9e29])
-    gradient, _, _ = fold([contribution(slot, 1, gradient_w=big) for slot in range(1000)], "sync")
+    gradient = fold([contribution(slot, 1, gradient_w=big) for slot in range(1000)]).gradient
     np.testing.assert_allclose(gradient["w"], big, rtol=1e-6)
 
 
 def test_the_arrays_of_the_contributions_are_not_changed() -> None:
     array = np.float32([1.0, 2.0])
     contributions = [contribution(slot, 1, gradient_w=array, buffer_m=array) for slot in range(3)]
-    fold(contributions, "sync")
+    fold(contributions)
     np.testing.assert_array_equal(array, np.float32([1.0, 2.0]))
 
 
@@ -113,17 +115,16 @@ def test_contributions_are_read_one_after_the_other_in_slot_order() -> None:
         alive.append(slot)
         return update_of({"gradient/w": np.zeros(3, np.float32)})
 
-    fold([Contribution(s, 1, lambda s=s: load(s)) for s in (2, 0, 1)], "sync")
+    fold([Contribution(s, 1, lambda s=s: load(s)) for s in (2, 0, 1)])
     assert alive == [0, 1, 2]
 
 
-@pytest.mark.parametrize("policy", ["sync", "diloco"])
+@pytest.mark.parametrize("prefix", ["gradient/", "delta/"])
 @pytest.mark.parametrize(
     "codec", [Codec("dense"), Codec("int8", 256), Codec("int8", 7), Codec("int8", 1 << 20)], ids=str
 )
-def test_folding_in_pieces_gives_the_bits_of_folding_whole_decoded_tensors(policy: str, codec: Codec) -> None:
+def test_folding_in_pieces_gives_the_bits_of_folding_whole_decoded_tensors(prefix: str, codec: Codec) -> None:
     generator = np.random.default_rng(8)
-    prefix = "gradient/" if policy == "sync" else "delta/"
     shapes = {"a": (70_001,), "b": (300, 500), "c": (), "d": (0, 4)}
     rounds, whole = [], {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
     samples = [3, 5, 7]
@@ -133,11 +134,11 @@ def test_folding_in_pieces_gives_the_bits_of_folding_whole_decoded_tensors(polic
         data = write_update(tensors, types, {"microtask": "m"}, codec)
         rounds.append(Contribution(slot, count, lambda d=data, t=types: open_update(d, t, codec, "m")))  # type: ignore[misc]
         decoded = read_update(data, types, codec, "m").tensors
-        weight = 1.0 / sum(samples) if policy == "sync" else count / sum(samples)
+        weight = 1.0 / sum(samples) if prefix == "gradient/" else count / sum(samples)
         for name in shapes:
             term = decoded[prefix + name].astype(np.float64) * weight
             whole[name] = term if slot == 0 else whole[name] + term
-    gradient, _, _ = fold(rounds, policy)
+    gradient = fold(rounds).gradient
     assert {n: a.tobytes() for n, a in gradient.items()} == {
         n: a.astype(np.float32).tobytes() for n, a in whole.items()
     }
@@ -149,7 +150,7 @@ def test_a_contribution_that_cannot_be_read_ends_the_folding_with_its_reason() -
         raise ContractError("damaged", fault="digest")
 
     with pytest.raises(ContractError, match="damaged"):
-        fold([contribution(0, 1, gradient_w=np.float32([1.0])), Contribution(1, 1, damaged)], "sync")
+        fold([contribution(0, 1, gradient_w=np.float32([1.0])), Contribution(1, 1, damaged)])
 
 
 def entry(slot: int, disposition: Disposition = Disposition.PENDING) -> dict[str, Any]:

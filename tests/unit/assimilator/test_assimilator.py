@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from assimilator import __main__ as assimilator_module
 from assimilator import apply, intake
 from assimilator import evaluation as evaluation_module
+from assimilator.policies import policy
 from assimilator.replay import replay
 from boinc_project import database, durable, job_folder, store
 from boinc_project.cli.errors import Mistake
@@ -69,8 +70,8 @@ PLACES = [
     (intake.store, "filled_slots"),
     (intake, "record"),
     (apply.store, "commit_round"),
-    (apply, "contributions_of"),
-    (apply, "fold"),
+    (apply, "read_round"),
+    (policy, "fold"),
     (apply, "compute"),
     (job_folder, "_write_once"),
     (job_folder.JobFolder, "write_version"),
@@ -197,14 +198,14 @@ def test_weights_that_would_not_be_finite_hold_the_job_at_the_last_good_version(
 ) -> None:
     project.make_version()
     project.validate_round()
-    real = apply.fold
+    real = policy.fold
 
     def poisoned(*arguments: Any) -> Any:
-        gradient, buffers, samples = real(*arguments)
-        gradient["0.weight"][0, 0] = np.nan
-        return gradient, buffers, samples
+        folded = real(*arguments)
+        folded.gradient["0.weight"][0, 0] = np.nan
+        return folded
 
-    monkeypatch.setattr(apply, "fold", poisoned)
+    monkeypatch.setattr(policy, "fold", poisoned)
     project.assimilator().one_pass()
     assert (project.job.state, project.job.current_version) == (JobState.FAILED, 1)
     assert "would not be finite" in project.job.note
@@ -217,14 +218,21 @@ def test_weights_that_would_not_be_finite_hold_the_job_at_the_last_good_version(
     assert project.version_digests() == undisturbed(2)
 
 
-def test_a_round_without_samples_holds_the_job(project: TinyProject) -> None:
+def test_a_round_without_weight_makes_a_version_without_a_step(
+    project: TinyProject, caplog: pytest.LogCaptureFixture
+) -> None:
+    project.make_version()
     project.validate_round()
     project.assimilator()._intake()
     with project.db.transaction() as connection:
-        connection.execute(gt_ledger.update().values(samples=0))
+        connection.execute(gt_ledger.update().where(gt_ledger.c.disposition == "pending").values(samples=0))
     project.assimilator().one_pass()
-    assert (project.job.state, project.job.current_version) == (JobState.FAILED, 0)
-    assert "0 samples" in project.job.note
+    assert (project.job.state, project.job.current_version) == (JobState.RUNNING, 2)
+    assert "makes no step" in caplog.text
+    first, second = (project.rows(gt_version, version=version)[0] for version in (1, 2))
+    assert first["state_sha256"] == second["state_sha256"]
+    assert first["optimizer_sha256"] == second["optimizer_sha256"] and second["samples"] == 0
+    assert replay(project.db, project.job)[2] == second["state_sha256"]
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_bytes(p.read_bytes()[:-1] + b"x"), lambda p: p.unlink()])

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import assimilator.rules
-from assimilator.aggregation import Contribution, NothingToFold, fold
+from assimilator.aggregation import fold
+from assimilator.contributions import Contribution, NothingToFold
 from assimilator.rules import (
     BLOCK,
     MIXINGS,
@@ -180,7 +181,7 @@ def test_the_mean_is_what_folding_makes_bit_for_bit() -> None:
         data = write_update({"delta/w": x[slot]}, types, {"microtask": "m"}, codec)
         return Contribution(slot, samples[slot], lambda: open_update(data, types, codec, "m"))
 
-    folded, _, _ = fold([contribution(slot) for slot in range(5)], "diloco")
+    folded = fold([contribution(slot) for slot in range(5)]).gradient
     assert aggregated(Mean(), x, samples).tobytes() == folded["w"].tobytes()
 
 

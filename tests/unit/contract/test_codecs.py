@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from boinc_project.contract import codecs
 from boinc_project.contract.canonical import Taker
-from boinc_project.contract.codecs import CODES_SUFFIX, SCALES_SUFFIX, Codec
+from boinc_project.contract.codecs import CODES_SUFFIX, SCALES_SUFFIX, Codec, method
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.opset import TensorType
 
@@ -77,7 +76,7 @@ def test_decoding_in_pieces_gives_every_bit_of_decoding_at_once(array: Any, bloc
     coded = codec.encode({"w": array})
     found = np.zeros(array.size, np.float32)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(codecs, "PIECE_ELEMENTS", size)
+        patched.setattr(method, "PIECE_ELEMENTS", size)
         for where, values in codec.in_pieces(coded, "w", types["w"]):
             found[where] = values
     assert found.tobytes() == codec.decode(coded, types)["w"].tobytes()
@@ -126,6 +125,15 @@ def test_tensors_that_are_not_float32_travel_as_they_are() -> None:
     "document",
     [
         {"kind": "topk", "block": 256, "compression": "zstd"},
+        {"kind": "fp4", "block": 17, "compression": "zstd"},
+        {"kind": "sign", "block": 256, "compression": "zstd"},
+        {"kind": "qsgd", "block": 256, "levels": 0, "compression": "zstd"},
+        {"kind": "top-k", "block": 256, "share": 0, "values": "int8", "compression": "zstd"},
+        {"kind": "top-k", "block": 256, "share": 2, "values": "int8", "compression": "zstd"},
+        {"kind": "top-k", "block": 256, "share": 0.1, "values": "sign", "compression": "zstd"},
+        {"kind": "random-k", "block": 256, "values": "dense", "compression": "zstd"},
+        {"kind": "low-rank", "rank": 0, "iterations": 1, "compression": "zstd"},
+        {"kind": "low-rank", "rank": 4, "iterations": 9, "compression": "zstd"},
         {"kind": "int8", "block": 0, "compression": "zstd"},
         {"kind": "int8", "block": 2**40, "compression": "zstd"},
         {"kind": "int8", "block": 256, "compression": "gzip"},

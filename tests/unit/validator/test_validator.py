@@ -13,11 +13,10 @@ import pytest
 
 from boinc_project import credit, database
 from boinc_project.daemon import Options
-from boinc_project.gt_tables import gt_microtask
+from boinc_project.gt_tables import gt_fingerprint, gt_microtask
 from boinc_project.states import AssimilateState, FileDeleteState, Outcome, ServerState, ValidateState
 from tests.tiny_project import TinyProject, tiny_project
-from validator import __main__ as daemon
-from validator import books
+from validator import books, evidence
 from validator.__main__ import Rules, Validator
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -131,7 +130,7 @@ def test_a_result_reported_while_the_files_were_read_is_judged_with_the_others(
     for result in pair:
         project.answer(result)
     project.transitioner.run_once()
-    real, loads = daemon.load, []
+    real, loads = evidence.load, []
 
     def load(*arguments: Any) -> Any:
         if len(loads) == 1:  # the third copy comes in between the read and the write
@@ -139,7 +138,7 @@ def test_a_result_reported_while_the_files_were_read_is_judged_with_the_others(
         loads.append(arguments[1]["id"])
         return real(*arguments)
 
-    monkeypatch.setattr(daemon, "load", load)
+    monkeypatch.setattr(evidence, "load", load)
     project.validator().one_pass()
     assert states(project, unit) == [(Outcome.SUCCESS, VALID)] * 3
     assert {row["total_credit"] for row in project.rows(database.user)} == {unit_row(project, unit)["canonical_credit"]}
@@ -181,8 +180,18 @@ def test_a_late_judgement_does_not_undo_the_assimilation_and_the_gradient_is_app
     assert {row["state"] for row in project.rows(gt_microtask)} == {"folded"}
 
 
-def test_a_late_good_copy_is_not_blamed_for_the_canonical_file_that_we_deleted(
-    project: TinyProject, pair: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("copy", "kept", "expected", "quota"),
+    [
+        ("honest", True, VALID, 51),
+        ("honest", False, ValidateState.TOO_LATE, 50),  # no fingerprint either: nobody is to blame
+        ("reversed", True, INVALID, 49),
+        ("reversed", False, ValidateState.TOO_LATE, 50),
+        ("drifted", True, ValidateState.TOO_LATE, 50),
+    ],
+)
+def test_a_late_copy_whose_canonical_file_we_deleted_is_judged_by_the_fingerprint_where_it_is_clear(
+    project: TinyProject, pair: list[dict[str, Any]], copy: str, kept: bool, expected: ValidateState, quota: int
 ) -> None:
     unit = pair[0]["workunitid"]
     project.change(database.workunit, unit, target_nresults=3, transition_time=0)
@@ -196,13 +205,18 @@ def test_a_late_good_copy_is_not_blamed_for_the_canonical_file_that_we_deleted(
     project.change(database.result, canonical, file_delete_state=int(FileDeleteState.DONE))
     (row,) = [r for r in pair if r["id"] == canonical]
     project.upload_path(row).unlink()
-    project.answer(third)
+    if not kept:
+        with project.db.transaction() as connection:
+            connection.execute(gt_fingerprint.delete())
+    change = {"reversed": np.negative, "drifted": lambda a: a * 1.01}.get(copy)
+    project.answer(third, project.changed_update(unit_row(project, unit), change) if change else "honest")
     project.change(database.workunit, unit, need_validate=1)
     project.validator().one_pass()
     (late,) = [r for r in project.rows(database.result, workunitid=unit) if r["id"] == third["id"]]
-    assert (late["outcome"], late["validate_state"]) == (Outcome.SUCCESS, ValidateState.TOO_LATE)
+    assert (late["outcome"], late["validate_state"]) == (Outcome.SUCCESS, expected)
+    assert late["granted_credit"] == (unit_row(project, unit)["canonical_credit"] if expected == VALID else 0)
     (version,) = project.rows(database.host_app_version, host_id=3)
-    assert (version["consecutive_valid"], version["max_jobs_per_day"]) == (3, 50)
+    assert version["max_jobs_per_day"] == quota
     assert unit_row(project, unit)["need_validate"] == 0
 
 
@@ -383,7 +397,7 @@ def test_a_fault_of_ours_parks_one_workunit_after_three_tries_and_leaves_the_oth
     for result in results:
         project.answer(result)
     project.transitioner.run_once()
-    real, tries = daemon.pair_distances, []
+    real, tries = evidence.pair_distances, []
 
     def distances(updates: dict[int, Any]) -> Any:
         if any(r["id"] in updates for r in results if r["workunitid"] == bad):
@@ -391,7 +405,7 @@ def test_a_fault_of_ours_parks_one_workunit_after_three_tries_and_leaves_the_oth
             raise ZeroDivisionError("a bug")
         return real(updates)
 
-    monkeypatch.setattr(daemon, "pair_distances", distances)
+    monkeypatch.setattr(evidence, "pair_distances", distances)
     now = [1000.0]
     validator = project.validator(clock=lambda: now[0])
     for _ in range(6):

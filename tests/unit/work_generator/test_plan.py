@@ -46,17 +46,15 @@ def test_slots_and_versions_never_share_a_batch(rows: tuple[int, ...], size: int
     drawn: list[Any] = []
     for version in range(3):
         for slot in range(slots):
-            made, used = batches_of_microtask(plan, version, slot, slots, batches)
+            made, used = batches_of_microtask(plan, version * slots + slot, batches)
             drawn += [[(used[s], r) for s, r in zip(b.shards, b.rows, strict=True)] for b in made]
     assert drawn == [samples(plan, number) for number in range(3 * slots * batches)]
 
 
 def test_a_slot_issued_again_gets_the_same_batches_and_another_seed_gets_others() -> None:
     plan = DataPlan(7, (100, 100), 10, False)
-    assert batches_of_microtask(plan, 5, 1, 4, 3) == batches_of_microtask(plan, 5, 1, 4, 3)
-    assert batches_of_microtask(plan, 5, 1, 4, 3) != batches_of_microtask(
-        DataPlan(8, (100, 100), 10, False), 5, 1, 4, 3
-    )
+    assert batches_of_microtask(plan, 21, 3) == batches_of_microtask(plan, 21, 3)
+    assert batches_of_microtask(plan, 21, 3) != batches_of_microtask(DataPlan(8, (100, 100), 10, False), 21, 3)
 
 
 def test_epochs_are_shuffled_differently() -> None:
@@ -71,7 +69,7 @@ def test_the_order_is_that_of_earlier_releases() -> None:
 
 def test_a_microtask_touches_few_shards_and_numbers_only_those() -> None:
     plan = DataPlan(1, (1000,) * 50, 10, False)
-    made, used = batches_of_microtask(plan, 0, 0, 1, 20)
+    made, used = batches_of_microtask(plan, 0, 20)
     assert len(used) <= 2 and list(used) == sorted(used)
     assert {s for batch in made for s in batch.shards} == set(range(len(used)))
 

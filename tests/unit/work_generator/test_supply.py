@@ -48,7 +48,7 @@ def test_each_slot_of_the_open_round_has_one_live_workunit_until_it_failed_too_o
 ) -> None:
     assert slots_to_issue(microtasks, 2) == issues
     assert slots_to_issue(list(reversed(microtasks)), 2) == issues
-    assert skipped_slots(microtasks, 2) == skipped
+    assert skipped_slots(microtasks) == skipped
 
 
 CONFIG = load_config(TINY_JOB / "job.toml")

@@ -40,22 +40,35 @@ def philox4x32_10(counter: tuple[UIntArray, ...], key: tuple[int, int]) -> tuple
     return x0, x1, x2, x3
 
 
-def uniform(seed: int, step: int, stream: int, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """`count` float32 numbers in [0, 1); seed and step are signed 64-bit, stream is unsigned 32-bit."""
-    blocks = -(-count // 4)
-    out = np.zeros((blocks, 4), np.float32)
-    key = (seed & MASK, (seed >> 32) & MASK)
-    for first in range(0, blocks, _BLOCKS_AT_ONCE):
-        block = np.arange(first, min(first + _BLOCKS_AT_ONCE, blocks), dtype=np.uint64)
-        low, high = block & np.uint64(MASK), block >> np.uint64(32)
-        same = np.zeros_like(block)
-        counter = (low, high, same + np.uint64(step & MASK), same + np.uint64(stream))
-        for word, values in enumerate(philox4x32_10(counter, key)):
-            out[first : first + block.size, word] = values >> np.uint64(8)
+def words(seed: int, step: int, stream: int, count: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """`count` 32-bit words from the `first` one on; seed and step are signed 64-bit, stream is unsigned 32-bit."""
+    begin, end = first // 4, -(-(first + count) // 4)
+    out = np.zeros((end - begin, 4), np.uint32)
+    _fill(out, seed, step, stream, begin, 0)
+    return out.reshape(-1)[first - 4 * begin :][:count]
+
+
+def uniform(seed: int, step: int, stream: int, count: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """`count` float32 numbers in [0, 1) from the `first` one on; the arguments are those of `words`."""
+    begin, end = first // 4, -(-(first + count) // 4)
+    out = np.zeros((end - begin, 4), np.float32)
+    _fill(out, seed, step, stream, begin, 8)
     out *= np.float32(2.0**-24)
-    return out.reshape(-1)[:count]
+    return out.reshape(-1)[first - 4 * begin :][:count]
 
 
 def bernoulli(seed: int, step: int, stream: int, count: int, p: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     """`count` float32 numbers, 1 with probability p rounded to float32 and otherwise 0."""
     return (uniform(seed, step, stream, count) < np.float32(p)).astype(np.float32)
+
+
+def _fill(out: np.ndarray[Any, Any], seed: int, step: int, stream: int, begin: int, shift: int) -> None:
+    """The words of out.shape[0] blocks of four from block `begin` on, shifted right by so many bits."""
+    key = (seed & MASK, (seed >> 32) & MASK)
+    for first in range(0, len(out), _BLOCKS_AT_ONCE):
+        block = np.arange(begin + first, begin + min(first + _BLOCKS_AT_ONCE, len(out)), dtype=np.uint64)
+        low, high = block & np.uint64(MASK), block >> np.uint64(32)
+        same = np.zeros_like(block)
+        counter = (low, high, same + np.uint64(step & MASK), same + np.uint64(stream))
+        for word, values in enumerate(philox4x32_10(counter, key)):
+            out[first : first + block.size, word] = values >> np.uint64(shift) if shift else values

@@ -1,0 +1,103 @@
+"""Contributions: validated updates, what each of them counts, and their files one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from boinc_project.contract.update import OpenUpdate
+
+Array = npt.NDArray[Any]
+
+
+class NothingToFold(Exception):
+    """All contributions of a version together have no weight."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One validated update, by the server's own record.
+
+    slot, base_version  its place, and the version that it was computed from
+    samples, steps      what it has seen
+    weight              validation x reliability of the host: a mean is divided by the sum of these
+    age_weight          factor for its age, by which a mean is not divided: late contributions make a smaller step
+    load                reads the file when it is needed; called from another thread, one after the other
+    """
+
+    slot: int
+    samples: int
+    load: Callable[[], OpenUpdate]
+    base_version: int = 0
+    steps: int = 1
+    weight: float = 1.0
+    age_weight: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """Samples by weight."""
+        return self.samples * self.weight
+
+
+def in_order(contributions: Sequence[Contribution]) -> list[Contribution]:
+    """The one order in which they are folded, in whatever order they arrived."""
+    return sorted(contributions, key=lambda each: (each.base_version, each.slot))
+
+
+def loaded(ordered: Sequence[Contribution]) -> Iterator[tuple[Contribution, OpenUpdate]]:
+    """Each contribution with its update; the next one is read while the caller works on this one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="payload") as reader:
+        coming = reader.submit(ordered[0].load)
+        for number, contribution in enumerate(ordered):
+            update = coming.result()
+            if number + 1 < len(ordered):
+                coming = reader.submit(ordered[number + 1].load)
+            yield contribution, update
+
+
+def parameters_in(update: OpenUpdate) -> dict[str, str]:
+    """Parameter name -> name of its tensor in an update of either mode."""
+    return {name.partition("/")[2]: name for name in update.types if name.startswith(("gradient/", "delta/"))}
+
+
+def float_buffers_in(update: OpenUpdate) -> list[str]:
+    """Names in the update of the buffers that are averaged; of the others the largest value is kept."""
+    return [name for name, kind in update.types.items() if name.startswith("buffer/") and kind.dtype == "float32"]
+
+
+class WeightedSum:
+    """sum_i c_i x_i of named tensors in float64, piece by piece, from the first contribution to the last."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Array] = {}
+
+    def add(self, key: str, update: OpenUpdate, name: str, weight: float) -> None:
+        """sums[key] += weight * tensor, where the first term is assigned (so that -0.0 stays what it is)."""
+        first = key not in self._sums
+        if first:
+            self._sums[key] = np.empty(update.types[name].shape, np.float64)
+        total = self._sums[key].reshape(-1)
+        room = np.empty(0, np.float64)
+        for where, values in update.pieces(name):
+            if first:
+                np.multiply(values, weight, out=total[where], dtype=np.float64)
+                continue
+            if room.size < values.size:
+                room = np.empty(values.size, np.float64)
+            term = np.multiply(values, weight, out=room[: values.size], dtype=np.float64)
+            total[where] += term
+
+    def take(self) -> Iterator[tuple[str, Array]]:
+        """The sums, each rounded to float32 once; they are used up."""
+        for key in list(self._sums):
+            yield key, self._sums.pop(key).astype(np.float32)
+
+    def take_exact(self) -> Iterator[tuple[str, Array]]:
+        """The sums in float64; they are used up."""
+        for key in list(self._sums):
+            yield key, self._sums.pop(key)

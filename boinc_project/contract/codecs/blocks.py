@@ -1,0 +1,43 @@
+"""Blocks of values that share one float32 scale: what int8, fp4 and QSGD have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from boinc_project.contract.codecs import method
+from boinc_project.contract.codecs.method import Array, flat_float32
+
+
+def blocks_of(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+def in_blocks(array: Array, block: int) -> Array:
+    """The flat values as [blocks, block], the last block padded with zeros."""
+    flat = flat_float32(array)
+    padded = np.zeros(blocks_of(flat.size, block) * block, dtype=np.float32)
+    padded[: flat.size] = flat
+    return padded.reshape(-1, block)
+
+
+def safe(scales: Array) -> Array:
+    """Scales to divide by, [blocks, 1]: a block of zeros (or so small that its scale underflows) has scale 0."""
+    return np.where(scales > 0, scales, np.float32(1))[:, None]
+
+
+def scaled(codes: Array, scales: Array, block: int) -> Iterator[tuple[slice, Array]]:
+    """(place, code times its block's scale): codes [n] of any number type, scales [blocks]."""
+    blocks = max(1, method.PIECE_ELEMENTS // block)
+    room = np.empty((min(blocks, max(1, scales.size)), block), np.float32)
+    whole = codes.size // block
+    for first in range(0, whole, blocks):
+        count = min(blocks, whole - first)
+        where = slice(first * block, (first + count) * block)
+        grid = codes[where].reshape(count, block)
+        np.multiply(grid, scales[first : first + count, None], out=room[:count], dtype=np.float32)
+        yield where, room[:count].reshape(-1)
+    if whole * block < codes.size:
+        where = slice(whole * block, codes.size)
+        yield where, codes[where].astype(np.float32) * scales[whole]

@@ -1,0 +1,57 @@
+"""How far a host's results of one kind of work can be relied on: a number from 0 to 1 from its rows in gt_trust.
+
+    reliability = lower end of the one-sided 95 % interval of its share of good results
+                = (p + z^2/2n - z sqrt(p (1 - p) / n + z^2/4n^2)) / (1 + z^2/n),    p = good / n,  n = good + bad
+
+(Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953, z = 1.645.) It stands for the lower quantile of the Beta
+posterior, which has no closed form, and is near it: without a bad result it is n / (n + 2.7). Only evidence counts: a
+result is good that was valid beside a copy of somebody else or beside the server's own; what was accepted alone adds
+nothing, so that trust cannot grow by itself. Evidence fades: every count halves in 30 days.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Z = 1.645
+HALF_LIFE_S = 30 * 86400.0
+
+#: A host may be believed alone from this reliability on (25 good results, none bad) ...
+TRUSTED = 0.9
+#: ... and after so many good ones since its last bad one.
+TRUSTED_AFTER = 10
+
+
+def faded(count: float, since: float, now: float) -> float:
+    """What is left of a count after that time; a clock that was set back changes nothing."""
+    return count * math.exp2(-max(0.0, now - since) / HALF_LIFE_S)
+
+
+def lower_bound(good: float, bad: float) -> float:
+    """The lower end of Wilson's interval; 0 without evidence."""
+    n = good + bad
+    if n <= 0:
+        return 0.0
+    share = good / n
+    spread = Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return min(1.0, max(0.0, (share + Z * Z / (2 * n) - spread) / (1 + Z * Z / n)))
+
+
+def reliability(row: Mapping[str, Any] | None, now: float) -> float:
+    """Of a row of gt_trust; 0 for a host that has none."""
+    if row is None:
+        return 0.0
+    since = float(row["judge_time"])
+    return lower_bound(faded(float(row["good"]), since, now), faded(float(row["bad"]), since, now))
+
+
+def is_trusted(row: Mapping[str, Any] | None, now: float) -> bool:
+    """Whether one copy of this host may be enough. One bad result ends it for the next TRUSTED_AFTER good ones."""
+    return row is not None and int(row["consecutive_valid"]) >= TRUSTED_AFTER and reliability(row, now) >= TRUSTED
+
+
+def member_weight(row: Mapping[str, Any] | None, now: float) -> float:
+    """Weight of a validated contribution by its host: half for one nobody knows, up to 1 for a proven one."""
+    return (1.0 + reliability(row, now)) / 2.0

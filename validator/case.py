@@ -1,0 +1,87 @@
+"""A workunit to be judged, as the database had it, and what is to be written for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from boinc_project import store
+from boinc_project.gt_tables import Judgement
+from boinc_project.states import ValidateState
+from boinc_project.store import JobRow
+from validator.decision import Decision, ResultChange
+
+_INFINITE = 1e9  # a distance that a database can hold, for updates whose integers differ
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workunit with its results by ascending id, the microtask behind it and that one's job."""
+
+    unit: store.Row
+    results: Sequence[store.Row]
+    task: store.Row
+    job: JobRow
+
+    @property
+    def id(self) -> int:
+        return int(self.unit["id"])
+
+    @property
+    def name(self) -> str:
+        return str(self.unit["name"])
+
+    def __str__(self) -> str:
+        return f"[WU#{self.id} {self.unit['name']}]"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be written for a case.
+
+    Of the readable payloads, by result id: `digests`, `marks` (fingerprints), `distances` to the canonical one;
+    `suspicions` says of which of them why they look copied.
+    """
+
+    case: Case
+    decision: Decision
+    digests: Mapping[int, str]
+    marks: Mapping[int, bytes]
+    distances: Mapping[int, float]
+    suspicions: Mapping[int, str]
+    kind: str
+
+    def trails(self, now: float) -> list[store.Row]:
+        """Rows of gt_fingerprint for the results that this verdict settles."""
+        found: list[store.Row] = []
+        for row in self.case.results:
+            identifier = int(row["id"])
+            change = self.decision.results.get(identifier)
+            word = None if change is None else _word(change, identifier == self.decision.canonical)
+            if word is not None and identifier in self.marks:
+                apart = self.distances.get(identifier)
+                found.append(
+                    {
+                        "workunit_name": self.case.name,
+                        "result_id": identifier,
+                        "host_id": int(row["hostid"]),
+                        "user_id": int(row["userid"]),
+                        "app_version_id": int(row["app_version_id"]),
+                        "kind": self.kind,
+                        "verdict": str(word),
+                        "distance": apart if apart is None or math.isfinite(apart) else _INFINITE,
+                        "judge_time": now,
+                        "marks": self.marks[identifier],
+                    }
+                )
+        return found
+
+
+def _word(change: ResultChange, canonical: bool) -> Judgement | None:
+    """What a row of gt_fingerprint calls a verdict; None for one that is none yet."""
+    if change.validate_state == ValidateState.VALID:
+        return Judgement.CANONICAL if canonical else Judgement.VALID
+    if change.validate_state == ValidateState.INVALID:
+        return Judgement.DIFFERS if change.differs else Judgement.FAULTY
+    return Judgement.TOO_LATE if change.validate_state == ValidateState.TOO_LATE else None

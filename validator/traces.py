@@ -1,0 +1,63 @@
+"""The rows of gt_fingerprint: written with a verdict, read for late copies and copied work, dropped by age.
+
+What it is: statements. What it is not: a decision, or a reader of fingerprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from boinc_project.gt_tables import Judgement, gt_fingerprint
+from boinc_project.store import Row
+
+KEPT_S = 60 * 86400.0  # longer than any copy may be late, and enough for statistics
+RECENT = 4  # fingerprints of one host that new ones are compared with
+_DROPPED_AT_ONCE = 500
+
+#: A result that is judged once more, because somebody has set it back by hand, keeps its first row.
+_INSERT = gt_fingerprint.insert().prefix_with("OR IGNORE", dialect="sqlite").prefix_with("IGNORE", dialect="mysql")
+
+
+def write(connection: Connection, rows: Sequence[Row]) -> None:
+    """Store the fingerprints of results that have just been judged."""
+    if rows:
+        connection.execute(_INSERT, list(rows))
+
+
+def of_canonical(connection: Connection, workunit_name: str, result_id: int) -> bytes:
+    """The fingerprint of a workunit's canonical result; b'' if there is none."""
+    query = sa.select(gt_fingerprint.c.marks).where(
+        gt_fingerprint.c.workunit_name == workunit_name,
+        gt_fingerprint.c.result_id == result_id,
+        gt_fingerprint.c.verdict.in_([str(Judgement.CANONICAL), str(Judgement.ALONE)]),
+    )
+    return bytes(connection.scalar(query) or b"")
+
+
+def recent(connection: Connection, host_id: int) -> list[tuple[str, str, bytes]]:
+    """(workunit name, kind, fingerprint) of a host's last results, the newest first."""
+    table = gt_fingerprint.c
+    query = sa.select(table.workunit_name, table.kind, table.marks).where(table.host_id == host_id)
+    found = connection.execute(query.order_by(table.judge_time.desc(), table.result_id.desc()).limit(RECENT))
+    return [(str(name), str(kind), bytes(marks)) for name, kind, marks in found]
+
+
+def drop_old(connection: Connection, now: float) -> int:
+    """Drop some of the rows that are too old; returns how many, 0 when there are no more."""
+    table = gt_fingerprint.c
+    query = sa.select(table.workunit_name, table.result_id).where(table.judge_time < now - KEPT_S)
+    old = connection.execute(query.order_by(table.judge_time).limit(_DROPPED_AT_ONCE)).all()
+    delete = gt_fingerprint.delete().where(
+        table.workunit_name == sa.bindparam("name"), table.result_id == sa.bindparam("result")
+    )
+    _each(connection, delete, [{"name": name, "result": number} for name, number in old])
+    return len(old)
+
+
+def _each(connection: Connection, statement: sa.Delete, rows: Iterable[Row]) -> None:
+    parameters = list(rows)
+    if parameters:
+        connection.execute(statement, parameters)
