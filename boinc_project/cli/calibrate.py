@@ -117,8 +117,8 @@ def verdicts(made: Calibration, config: JobConfig) -> list[str]:
         found.append(f"Write tolerance = {band.tolerance:g} into [workunit] (it is {config.workunit.tolerance:g} now).")
     elif band.largest > LIMIT:
         found.append(
-            f"Honest copies are up to {band.largest:.1e} apart: too far for agreement. Lower local_steps, or set"
-            " eps = 1e-6 and max_norm = 1.0 in [inner_optimizer]."
+            f"Honest copies are up to {band.largest:.1e} apart: too far for agreement. Use a codec that rounds less,"
+            " lower local_steps, or set eps = 1e-6 and max_norm = 1.0 in [inner_optimizer]."
         )
     else:
         found.append(
