@@ -354,6 +354,22 @@ class WorkunitSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationSection:
+    """[validation]: evidence beside the agreement of copies; both are needed for local steps beyond the calibrated."""
+
+    norm_bound: float = _key(
+        _number(0, 1e6, 3.0),
+        "an update whose norm is over so many times the median of the job's last ones is not accepted; 0: no bound",
+        default=0.0,
+    )
+    loss_probe: float = _key(
+        _number(0, 1, 0.9),
+        "local steps: the share of the usual gain on held-out data that an update must bring; 0: not tried",
+        default=0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupplySection:
     """[supply]: when a slow microtask gets help, what stays on disk, and what the lines carry."""
 
@@ -407,6 +423,7 @@ class JobConfig:
     aggregation: AggregationSection
     codec: CodecSection
     workunit: WorkunitSection
+    validation: ValidationSection
     supply: SupplySection
     folder: Path
 
@@ -468,6 +485,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "aggregation": AggregationSection,
     "codec": CodecSection,
     "workunit": WorkunitSection,
+    "validation": ValidationSection,
     "supply": SupplySection,
 }
 
@@ -629,6 +647,10 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "train", key, f"{key} has a meaning only {where} an [inner_optimizer]; remove it or change the policy"
             )
+    if config.validation.loss_probe and not local:
+        raise source.error(
+            "validation", "loss_probe", "loss_probe judges local steps; remove it, or add an [inner_optimizer]"
+        )
     aggregation = _resolved_aggregation(config, source)
     if (train.target_metric is None) != (train.target_value is None):
         lacking = "target_value" if train.target_value is None else "target_metric"

@@ -31,10 +31,11 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
-from validator import traces
+from validator import doubts, traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
 from validator.case import Case, Verdict
 from validator.decision import SOON
+from validator.doubts import NotYet
 from validator.evidence import Judge
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
@@ -207,6 +208,8 @@ class Validator:
         """The verdict over a case, or None: later. An unexpected fault parks it and leaves the others alone."""
         try:
             verdict = self._judge(case)
+        except NotYet:
+            return None
         except DBAPIError:
             raise
         except Exception:
@@ -285,6 +288,7 @@ class Validator:
             write_results(connection, judged, books.outliers)
         update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
         traces.write(connection, trails)
+        doubts.write(connection, [each.accepted for each in kept if each.accepted is not None], now)
         update_rows(connection, gt_microtask, ("workunit_name",), digests)
         update_rows(connection, workunit, ("id",), units)
         if woken:
@@ -380,7 +384,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     log.info("%s", voters)
     validator = Validator(started.options, started.tree, started.database, started.appid, started.stopper, rules)
-    return run(started, "validator", validator.one_pass)
+    try:
+        return run(started, "validator", validator.one_pass)
+    finally:
+        validator.judge.doubts.prober.stop()
 
 
 def rules_of(started: Started) -> Rules:

@@ -214,3 +214,22 @@ def _no_consensus(workunit: Row, good: int, changes: dict[int, ResultChange], un
         fields["target_nresults"] = good + 1
         fields["transition_time"] = SOON
     return Decision(changes, workunit=fields, note=f"no agreement among {good} copies")
+
+
+def doubted(evidence: Evidence, decision: Decision, why: str) -> Decision:
+    """What follows if copies agree on an update that other evidence speaks against: nobody is judged by it.
+
+    One more copy is to compute the same; if more than a quorum agree already, the workunit fails, and its samples go
+    into a fresh one.
+    """
+    unit = evidence.workunit
+    broken = {i: each for i, each in decision.results.items() if each.outcome == Outcome.VALIDATE_ERROR}
+    agreed = sum(each.validate_state == ValidateState.VALID for each in decision.results.values())
+    readable = sorted(set(decision.results) - set(broken))
+    made = _no_consensus(unit, len(readable), broken, readable)
+    fields = dict(made.workunit)
+    if agreed > unit["min_quorum"]:
+        fields.pop("target_nresults", None)
+        mask = int(unit["error_mask"]) | int(ErrorMask.TOO_MANY_SUCCESS_RESULTS)
+        fields.update(error_mask=mask, transition_time=SOON)
+    return Decision(made.results, workunit=fields, note=f"{agreed} copies agree, but {why}")

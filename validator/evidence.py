@@ -23,6 +23,7 @@ from validator.agreement import pair_distances
 from validator.case import Case, Verdict
 from validator.copies import Copies, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
+from validator.doubts import Doubts
 from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read
 from validator.sanity import load
 
@@ -49,8 +50,11 @@ class Judge:
     one_vote_per_user: bool = True
     copies: Copies = field(default_factory=Copies)
 
+    def __post_init__(self) -> None:
+        self.doubts = Doubts(self.database)
+
     def verdict(self, case: Case) -> Verdict:
-        """Read the copies and decide."""
+        """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
         microtask = essentials(str(case.task["document"]))
         kind = f"{microtask.mode}:{microtask.graph_sha256[:16]}"
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
@@ -76,10 +80,12 @@ class Judge:
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
         voters = self._voters(case)
-        decision = decide(Evidence(case.unit, case.results, reading.sanity, pairs, tolerance, voters, estimates))
+        evidence = Evidence(case.unit, case.results, reading.sanity, pairs, tolerance, voters, estimates)
+        decision, accepted = self.doubts.considered(case, evidence, decide(evidence), reading.tensors, reading.digests)
         canonical = int(decision.canonical or case.unit["canonical_resultid"] or 0)
         apart = {i: pairs[min(i, canonical), max(i, canonical)] for i in _others(reading.tensors, canonical)}
-        return Verdict(case, decision, reading.digests, reading.marks, apart or estimates, suspicions, kind)
+        apart = apart or estimates
+        return Verdict(case, decision, reading.digests, reading.marks, apart, suspicions, kind, accepted)
 
     def _voters(self, case: Case) -> dict[int, Hashable]:
         column = "userid" if self.one_vote_per_user else "hostid"

@@ -203,7 +203,7 @@ def steps_allowed(config: JobConfig, fresh: Calibration | None) -> int:
 
 def _check_local_steps(config: JobConfig, fresh: Calibration | None, stale: bool) -> None:
     steps, allowed = config.train.local_steps, steps_allowed(config, fresh)
-    if steps <= allowed:
+    if steps <= allowed or (config.validation.norm_bound and config.validation.loss_probe):
         return
     if fresh is not None:
         why = f"honest copies of this job stay within {LIMIT:g} up to {allowed} local steps ({FILE})"
@@ -212,7 +212,8 @@ def _check_local_steps(config: JobConfig, fresh: Calibration | None, stale: bool
     else:
         why = f"without a calibration {allowed} are allowed; run boinc-train calibrate to measure how many may be"
     raise JobError(
-        f"local_steps in [train] is {steps}, too many to be judged by agreement alone: {why}. Lower local_steps"
+        f"local_steps in [train] is {steps}, too many to be judged by agreement alone: {why}. Lower local_steps, or"
+        " set norm_bound = 3.0 and loss_probe = 0.9 in [validation]"
     )
 
 
