@@ -9,7 +9,7 @@ drawn by a generator with a teacher's labels.
     distance   the validator's (validator/agreement.py): the largest over tensors, relative, with a floor
     l2         relative L2 of the whole update, against PyTorch's on one thread
     safe steps the largest number of local steps, up to --steps, up to which every pair of honest copies is within
-               1e-3 by `distance`, looked at every --every steps; the least of the seeds
+               1e-3 by `distance` (with _l2: every copy by `l2`), looked at every --every steps; the least of the seeds
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     for (model, setting), seeds_seen in looks.items():
         name = "" if model == "gpt" else "mlp_"
         metrics[f"{name}largest_safe_steps{SUFFIXES[setting]}"] = min(map(safe_steps, seeds_seen))
+        metrics[f"{name}largest_safe_steps_l2{SUFFIXES[setting]}"] = min(safe_steps(s, "l2") for s in seeds_seen)
         for number in steps:
             metrics[f"{name}l2_{number}{SUFFIXES[setting]}"] = _at(seeds_seen, number, "l2")
     _print_table(looks, steps)
@@ -291,11 +292,11 @@ def whole(reference: Tensors, other: Tensors) -> float:
     return math.sqrt(difference / norm)
 
 
-def safe_steps(looks: Sequence[Look]) -> int:
+def safe_steps(looks: Sequence[Look], what: str = "distance") -> int:
     """The last number of steps before the first at which honest copies are farther apart than LIMIT."""
     found = 0
     for look in looks:
-        if look.distance > LIMIT:
+        if getattr(look, what) > LIMIT:
             break
         found = look.steps
     return found
