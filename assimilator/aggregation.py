@@ -4,6 +4,7 @@ With x_i the mean gradient of contribution i, or its delta; n_i its samples by w
 
     mean             g = sum n_i s_i x_i / sum n_i      plain data-parallel SGD where all weights are 1; with deltas the
                      pseudo-gradient of DiLoCo (https://arxiv.org/abs/2311.08105)
+                     where contributions are about parts of the values, each value's mean is over those about it
     any other rule   g = rule of the rows s_i x_i with weights n_i (assimilator/rules/)
 
 Buffers (running statistics of batch norm) are averaged by n_i s_i and never given an optimizer step; under a robust
@@ -65,7 +66,7 @@ def fold(
 
 
 def _mean(ordered: Sequence[Contribution]) -> Folded:
-    total = sum(each.share for each in ordered)
+    totals = {part: sum(e.share for e in ordered if e.part == part) for part in {each.part for each in ordered}}
     aged = sum(each.share * each.age_weight for each in ordered)
     sums, averages = WeightedSum(), WeightedSum()
     counters: dict[str, Array] = {}
@@ -73,7 +74,7 @@ def _mean(ordered: Sequence[Contribution]) -> Folded:
         for parameter, name in parameters_in(update).items():
             # A gradient is already a sum over its samples; a delta is weighted by them.
             factor = contribution.weight if name.startswith("gradient/") else contribution.share
-            sums.add(parameter, update, name, factor * contribution.age_weight / total)
+            sums.add(parameter, update, name, factor * contribution.age_weight / totals[contribution.part])
         for name in float_buffers_in(update):
             averages.add(name[len("buffer/") :], update, name, contribution.share * contribution.age_weight / aged)
         keep_largest(counters, update)
@@ -95,13 +96,15 @@ def _by_rule(
 ) -> Folded:
     updates = [update for _, update in loaded(ordered)]
     names = parameters_in(updates[0])
-    scales = [
-        each.age_weight / (each.samples if name.startswith("gradient/") else 1)
-        for each, name in zip(ordered, [next(iter(names.values()))] * len(ordered), strict=True)
-    ]
+    are_sums = any(name.startswith("gradient/") for name in names.values())
+    scales = [each.age_weight / (each.samples if are_sums else 1) for each in ordered]
     weights = np.array([each.share for each in ordered], np.float64)
     rows = FileRows(updates, list(names.values()), scales, weights)
-    before = None if previous is None else np.concatenate([previous[name].reshape(-1) for name in names])
+    before = (
+        None
+        if previous is None
+        else np.concatenate([_flat_or_zeros(previous, name, updates[0].types[t].shape) for name, t in names.items()])
+    )
     gradient = _apart(aggregate(rule, rows, mixing, before), updates[0], names)
     counters: dict[str, Array] = {}
     for update in updates:
@@ -111,6 +114,10 @@ def _by_rule(
     middle = aggregate(Median(), FileRows(updates, list(floats.values()), ones, weights)) if floats else np.empty(0)
     buffers = {**_apart(middle, updates[0], floats), **counters}
     return Folded(gradient, buffers, sum(each.samples for each in ordered))
+
+
+def _flat_or_zeros(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:
+    return np.asarray(tensors.get(name, np.zeros(shape, np.float32))).reshape(-1)
 
 
 def _apart(flat: Array, update: OpenUpdate, names: Mapping[str, str]) -> dict[str, Array]:

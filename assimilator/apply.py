@@ -16,6 +16,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,19 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from assimilator.contributions import Contribution, NothingToFold
+from assimilator.downlink import as_published, with_own_weights
 from assimilator.intake import open_payload
 from assimilator.policies import NewVersion, Round, age_weight, policy_of
 from boinc_project import clock, store
+from boinc_project.contract import tensorfile
+from boinc_project.contract.downlink import DELTA_METADATA
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.microtask import essentials
 from boinc_project.contract.update import OpenUpdate
 from boinc_project.database import Database
 from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_job, gt_ledger, gt_microtask, gt_version
 from boinc_project.job_config import JobConfig
-from boinc_project.job_folder import Published, state_file_name
+from boinc_project.job_folder import Published, delta_file_name, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.store import JobRow, Member
@@ -84,11 +88,20 @@ def compute(config: JobConfig, round: Round) -> NewVersion:
 
     Raises VersionNotFinite, and what loading raises.
     """
+    own = with_own_weights(config, round)
     try:
-        made = policy_of(config).advance(round)
+        made = policy_of(config).advance(own)
     except NothingToFold as error:
         log.warning("[JOB %s] version %d makes no step: %s", config.job.name, round.version + 1, error)
-        return NewVersion(*round.load(), samples=0)
+        made = NewVersion(*own.load(), samples=0)
+    _check_finite(round, made)
+    published = as_published(config, round, made)
+    if published.delta is not None:
+        _check_finite(round, published)
+    return published
+
+
+def _check_finite(round: Round, made: NewVersion) -> None:
     for name, array in [*made.state.items(), *made.optimizer.items()]:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise VersionNotFinite(
@@ -96,7 +109,6 @@ def compute(config: JobConfig, round: Round) -> NewVersion:
                 " Take its weights (boinc-train weights) and start a new job from them ([model] pretrained) at a lower"
                 " rate"
             )
-    return made
 
 
 def read_round(
@@ -111,17 +123,19 @@ def read_round(
     columns = ("workunit_name", "document", "digest")
     tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, columns)
     chosen: list[Row] = [entries[name] for name in names]
+    known = [essentials(str(tasks[name]["document"])) for name in names]
     contributions = [
         Contribution(
-            int(row["slot"]),
-            int(row["samples"]),
-            _payload_loader(job, row, tasks[name]),
-            int(row["base_version"]),
-            essentials(str(tasks[name]["document"])).steps,
-            member.weight,
-            member.age_weight,
+            slot=int(row["slot"]),
+            samples=int(row["samples"]),
+            load=_payload_loader(job, row, tasks[name]),
+            base_version=int(row["base_version"]),
+            steps=microtask.steps,
+            part=microtask.codec.part.index,
+            weight=member.weight,
+            age_weight=member.age_weight,
         )
-        for name, row, member in zip(names, chosen, members, strict=True)
+        for name, row, member, microtask in zip(names, chosen, members, known, strict=True)
     ]
     wanted = {version, *(each.base_version for each in contributions)}
     digests = {
@@ -228,23 +242,22 @@ class Applier:
 
     def _publish(self, job: JobRow, version: int, made: NewVersion, chosen: Sequence[Row]) -> None:
         path, digest, optimizer_digest = job.folder.write_version(version, made.state, made.optimizer)
-        name = state_file_name(job.name, version, digest)
-        staged = self._tree.stage_file(path, name)
-        published = Published(name, digest, staged.md5, staged.nbytes)
+        published = self._stage(job, version, made, path, digest)
         loss = round_loss(chosen)
         row = {
             "job_id": job.id,
             "version": version,
             "create_time": clock.now(),
             "state_sha256": digest,
-            "state_bytes": staged.nbytes,
+            "state_bytes": path.stat().st_size,
             "optimizer_sha256": optimizer_digest,
             "contributions": len(chosen),
             "samples": made.samples,
             "loss": loss,
             "evaluation": "",
         }
-        if not self._database.repeated(lambda connection: _finish(connection, job, row, published, chosen)):
+        kind = "state" if made.delta is None else "delta"
+        if not self._database.repeated(lambda connection: _finish(connection, job, row, kind, published, chosen)):
             return  # another instance finished it: its bytes are the same
         log.info(
             "[JOB %s] version %d published: %d contributions, %d samples, loss %s",
@@ -254,6 +267,19 @@ class Applier:
             made.samples,
             "unknown" if loss is None else f"{loss:.5g}",
         )
+
+    def _stage(self, job: JobRow, version: int, made: NewVersion, path: Path, digest: str) -> Published:
+        """Put the version's file where clients download it: the whole state at `path`, or the delta."""
+        if made.delta is None:
+            staged = self._tree.stage_file(path, state_file_name(job.name, version, digest))
+            return Published(staged.name, digest, staged.md5, staged.nbytes)
+        with self._database.read() as connection:
+            base = store.version_row(connection, job.id, version - 1)
+        assert base is not None, (job.name, version)
+        data = tensorfile.to_bytes(made.delta, DELTA_METADATA)
+        name = delta_file_name(job.name, version, sha256(data), str(base["state_sha256"]), digest)
+        staged = self._tree.stage_file(data, name)
+        return Published(name, sha256(data), staged.md5, staged.nbytes)
 
     def _hold(self, job: JobRow, reason: str) -> None:
         """Stop the job with the reason; the last good version stays current."""
@@ -269,14 +295,16 @@ class Applier:
             log.critical("[JOB %s] stopped: %s", job.name, reason)
 
 
-def _finish(connection: sa.Connection, job: JobRow, row: Row, published: Published, chosen: Sequence[Row]) -> bool:
+def _finish(
+    connection: sa.Connection, job: JobRow, row: Row, kind: str, published: Published, chosen: Sequence[Row]
+) -> bool:
     """Write a version's row and make it the current one; False if it is already."""
     version = int(row["version"])
     locked = store.lock_job(connection, job.id)
     if locked is None or locked["current_version"] != version - 1:
         return False
     connection.execute(sa.insert(gt_version).values(row))
-    store.record_file(connection, job.id, "state", published, version=version)
+    store.record_file(connection, job.id, kind, published, version=version)
     applied = {"disposition": str(Disposition.APPLIED), "applied_version": version}
     changes: dict[Key, Row] = {(str(each["workunit_name"]),): applied for each in chosen}
     update_rows(connection, gt_ledger, ("workunit_name",), changes)

@@ -25,6 +25,7 @@ class Contribution:
 
     slot, base_version  its place, and the version that it was computed from
     samples, steps      what it has seen
+    part                which part of the model it is about, where contributions are about parts
     weight              validation x reliability of the host: a mean is divided by the sum of these
     age_weight          factor for its age, by which a mean is not divided: late contributions make a smaller step
     load                reads the file when it is needed; called from another thread, one after the other
@@ -35,6 +36,7 @@ class Contribution:
     load: Callable[[], OpenUpdate]
     base_version: int = 0
     steps: int = 1
+    part: int = 0
     weight: float = 1.0
     age_weight: float = 1.0
 
@@ -61,8 +63,9 @@ def loaded(ordered: Sequence[Contribution]) -> Iterator[tuple[Contribution, Open
 
 
 def parameters_in(update: OpenUpdate) -> dict[str, str]:
-    """Parameter name -> name of its tensor in an update of either mode."""
-    return {name.partition("/")[2]: name for name in update.types if name.startswith(("gradient/", "delta/"))}
+    """Parameter name -> name of its tensor in an update of either mode, of those that have travelled."""
+    names = (name for name in update.types if name.startswith(("gradient/", "delta/")))
+    return {name.partition("/")[2]: name for name in names if update.carries(name)}
 
 
 def float_buffers_in(update: OpenUpdate) -> list[str]:

@@ -172,9 +172,9 @@ gt_file = sa.Table(
     gt_metadata,
     sa.Column("name", Varchar(191), primary_key=True),
     sa.Column("job_id", _Long, nullable=False),
-    # kind: graph, optimizer, evaluation, constants, shard, state, microtask
+    # kind: graph, optimizer, evaluation, constants, shard, state, delta, microtask
     sa.Column("kind", Varchar(16), nullable=False),
-    sa.Column("version", _Long, nullable=True),  # of the model, for state and microtask files
+    sa.Column("version", _Long, nullable=True),  # of the model, for state, delta and microtask files
     sa.Column("sha256", Varchar(64), nullable=False),
     sa.Column("md5", Varchar(32), nullable=False),
     sa.Column("bytes", _Long, nullable=False),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from boinc_project.contract.codecs import COMPRESSIONS, KINDS, PARAMETERS, VALUE_KINDS, Codec
+from boinc_project.contract.downlink import MAX_DELTAS
 from boinc_project.contract.errors import ContractError
 from boinc_project.policies import POLICIES, PolicyFacts
 
@@ -294,6 +295,7 @@ class AggregationSection:
     grace_s: float = _key(
         _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
     )
+    parts: int = _key(_integer(1, 1024, 4), "parts of the model, of which a microtask sends one", default=1)
     rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
     byzantine: int = _key(
         _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
@@ -316,7 +318,7 @@ class CodecSection:
     )
     values: str = _key(_choice(*VALUE_KINDS), "random-k, top-k, dct-top-k: how these are written", default="dense")
     levels: int = _key(_integer(1, 127, 7), "qsgd: magnitudes besides 0", default=7)
-    rank: int = _key(_integer(1, 1024, 4), "low-rank: columns of the factors", default=4)
+    rank: int = _key(_integer(1, 256, 4), "low-rank: columns of the factors", default=4)
     iterations: int = _key(
         _integer(0, 8, 1), "low-rank: iterations towards the best factors; 0: a fixed projection", default=1
     )
@@ -354,22 +356,6 @@ class WorkunitSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationSection:
-    """[validation]: evidence beside the agreement of copies; both are needed for local steps beyond the calibrated."""
-
-    norm_bound: float = _key(
-        _number(0, 1e6, 3.0),
-        "an update whose norm is over so many times the median of the job's last ones is not accepted; 0: no bound",
-        default=0.0,
-    )
-    loss_probe: float = _key(
-        _number(0, 1, 0.9),
-        "local steps: the share of the usual gain on held-out data that an update must bring; 0: not tried",
-        default=0.0,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SupplySection:
     """[supply]: when a slow microtask gets help, what stays on disk, and what the lines carry."""
 
@@ -394,6 +380,11 @@ class SupplySection:
         "newest versions whose weights and gradients stay on the server's disk; 0: all of them",
         default=0,
     )
+    keyframe_every: int = _key(
+        _integer(1, MAX_DELTAS + 1, 8),
+        "versions from one that is published whole to the next; those between are published as int8 deltas",
+        default=1,
+    )
     host_bandwidth: float = _key(
         _number(0, 1e12, 1e6, above=True),
         "a volunteer's line, bytes/s; for advice on task length",
@@ -403,6 +394,50 @@ class SupplySection:
         _number(0, 1e12, 1e7, above=True),
         "the server's line, bytes/s; for advice on task length",
         default=1e7,
+    )
+
+    def is_keyframe(self, version: int) -> bool:
+        """Whether a version is published whole."""
+        return version % self.keyframe_every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustSection:
+    """[trust]: whose copies confirm one another, when one is enough, and what the server recomputes."""
+
+    adaptive_replication: bool = _key(
+        _flag, "one copy is enough from a host with a good record; all others get a second one", default=False
+    )
+    audit_floor: float = _key(
+        _number(0, 1, 0.05, above=True),
+        "adaptive_replication: least share of such copies that get a second one all the same",
+        default=0.05,
+    )
+    newcomer_days: float = _key(
+        _number(0, 3650, 7), "users and hosts younger than so many days are newcomers", default=0.0
+    )
+    newcomer_results: int = _key(
+        _integer(0, 10_000, 5), "hosts with fewer valid results of this kind of work are newcomers", default=0
+    )
+    independent_devices: bool = _key(
+        _flag, "GPUs of one family and driver are one vote: another kind of device must confirm them", default=False
+    )
+    spot_check_share: float = _key(
+        _number(0, 1, 0.02), "share of workunits that the server computes itself before they are accepted", default=0.0
+    )
+    replay_disputes: bool = _key(
+        _flag, "what volunteers cannot agree on is computed by the server instead of failing", default=False
+    )
+    replay_backend: str = _key(_choice("numpy", "torch"), "what the server computes with", default="numpy")
+    norm_bound: float = _key(
+        _number(0, 1e6, 3.0),
+        "an update whose norm is over so many times the median of the job's last ones is not accepted; 0: no bound",
+        default=0.0,
+    )
+    loss_probe: float = _key(
+        _number(0, 1, 0.9),
+        "local steps: the share of the usual gain on held-out data that an update must bring; 0: not tried",
+        default=0.0,
     )
 
 
@@ -423,8 +458,8 @@ class JobConfig:
     aggregation: AggregationSection
     codec: CodecSection
     workunit: WorkunitSection
-    validation: ValidationSection
     supply: SupplySection
+    trust: TrustSection
     folder: Path
 
     def canonical_json(self) -> str:
@@ -485,8 +520,8 @@ SECTIONS: Mapping[str, type[Any]] = {
     "aggregation": AggregationSection,
     "codec": CodecSection,
     "workunit": WorkunitSection,
-    "validation": ValidationSection,
     "supply": SupplySection,
+    "trust": TrustSection,
 }
 
 
@@ -647,9 +682,9 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "train", key, f"{key} has a meaning only {where} an [inner_optimizer]; remove it or change the policy"
             )
-    if config.validation.loss_probe and not local:
+    if config.trust.loss_probe and not local:
         raise source.error(
-            "validation", "loss_probe", "loss_probe judges local steps; remove it, or add an [inner_optimizer]"
+            "trust", "loss_probe", "loss_probe judges local steps; remove it, or add an [inner_optimizer]"
         )
     aggregation = _resolved_aggregation(config, source)
     if (train.target_metric is None) != (train.target_value is None):
@@ -753,6 +788,13 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
             "momentum_every",
             f"momentum_every in [aggregation] must be a multiple of microtasks_per_version ({count});"
             f" write for example momentum_every = {4 * count}",
+        )
+    if config.policy.parts_by == "elements" and count % section.parts:
+        raise source.error(
+            "aggregation",
+            "parts",
+            f"microtasks_per_version ({count}) must be a multiple of parts ({section.parts}), so that each part is sent"
+            " equally often; change one of them",
         )
     if section.rule in ("trimmed_mean", "krum", "multi_krum") and not section.byzantine:
         raise source.error(

@@ -269,6 +269,21 @@ def state_file_name(job: str, version: int, digest: str) -> str:
     return f"gt_{job}_v{version}_{digest[:16]}.safetensors"
 
 
+def delta_file_name(job: str, version: int, digest: str, base: str, target: str) -> str:
+    """Physical name of a delta, which says from which state to which it leads: after a rollback a version can have
+    several. Arguments: SHA-256 of the delta, of the state of the version before, and of this one's."""
+    return f"gt_{job}_v{version}_{digest[:16]}{_between(base, target)}"
+
+
+def leads(delta: str, base: str, target: str) -> bool:
+    """Whether the delta of this physical name leads from the one state to the other (their SHA-256)."""
+    return delta.endswith(_between(base, target))
+
+
+def _between(base: str, target: str) -> str:
+    return f"_from_{base[:16]}_to_{target[:16]}.safetensors"
+
+
 def state_bytes(state: Mapping[str, Array]) -> bytes:
     """The one file form of a state: a version *is* these bytes, so it is identified by their SHA-256."""
     return tensorfile.to_bytes(state, STATE_METADATA)

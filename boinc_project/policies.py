@@ -15,7 +15,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class PolicyFacts:
     """flow: see above. inner: whether volunteers take steps of [inner_optimizer] (None: if it is given). outer:
-    whether the server takes a step of [optimizer]. keys: what [aggregation] may say. defaults: of its keys."""
+    whether the server takes a step of [optimizer]. keys: what [aggregation] may say. defaults: of its keys.
+    parts_by: how updates are cut into parts of which a microtask sends one ("": they are not)."""
 
     flow: bool
     inner: bool | None
@@ -23,6 +24,7 @@ class PolicyFacts:
     keys: frozenset[str]
     outer_defaults: Mapping[str, object]
     defaults: Mapping[str, object]
+    parts_by: str = ""
 
 
 # DiLoCo's outer optimizer (Douillard et al. 2023, table 5): Nesterov, learning rate 0.7, momentum 0.9.
@@ -39,15 +41,19 @@ def _policy(
     inner: bool | None,
     keys: frozenset[str],
     outer: Mapping[str, object] | None = None,
+    parts_by: str = "",
     **defaults: object,
 ) -> PolicyFacts:
     """`outer`: defaults of [optimizer], or None where the policy has no step of it."""
-    return PolicyFacts(flow, inner, outer is not None, keys | (_FLOW if flow else frozenset()), outer or {}, defaults)
+    known = keys | (_FLOW if flow else frozenset()) | ({"parts"} if parts_by else frozenset())
+    return PolicyFacts(flow, inner, outer is not None, known, outer or {}, defaults, parts_by)
 
 
 POLICIES: Mapping[str, PolicyFacts] = {
     "sync": _policy(flow=False, inner=False, outer={}, keys=_RULE),
     "diloco": _policy(flow=False, inner=True, outer=_DILOCO_OUTER, keys=_RULE),
+    "streaming-diloco": _policy(flow=False, inner=True, outer=_DILOCO_OUTER, keys=_RULE, parts_by="tensors", parts=4),
+    "partition": _policy(flow=False, inner=None, outer={}, keys=frozenset(), parts_by="elements", parts=4),
     "buffered": _policy(flow=True, inner=None, outer={}, keys=_RULE | _AGE),
     "async": _policy(flow=True, inner=True, keys=_AGE | {"mixing_rate"}, mixing_rate=0.6),
     "vc-asgd": _policy(flow=True, inner=True, keys=frozenset({"mixing_rate"}), mixing_rate=0.05, age_weight="constant"),

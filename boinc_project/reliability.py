@@ -23,6 +23,9 @@ TRUSTED = 0.9
 #: ... and after so many good ones since its last bad one.
 TRUSTED_AFTER = 10
 
+#: From so many bad results on a host may have no vote.
+DISTRUSTED_AFTER = 3
+
 
 def faded(count: float, since: float, now: float) -> float:
     """What is left of a count after that time; a clock that was set back changes nothing."""
@@ -50,6 +53,15 @@ def reliability(row: Mapping[str, Any] | None, now: float) -> float:
 def is_trusted(row: Mapping[str, Any] | None, now: float) -> bool:
     """Whether one copy of this host may be enough. One bad result ends it for the next TRUSTED_AFTER good ones."""
     return row is not None and int(row["consecutive_valid"]) >= TRUSTED_AFTER and reliability(row, now) >= TRUSTED
+
+
+def is_distrusted(row: Mapping[str, Any] | None, now: float) -> bool:
+    """Whether this host's copies confirm nobody: more bad results than good ones, and at least DISTRUSTED_AFTER bad.
+    It gets its vote back by good results."""
+    if row is None:
+        return False
+    bad = faded(float(row["bad"]), float(row["judge_time"]), now)
+    return bad >= DISTRUSTED_AFTER and bad > faded(float(row["good"]), float(row["judge_time"]), now)
 
 
 def member_weight(row: Mapping[str, Any] | None, now: float) -> float:

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from boinc_project import clock
+from boinc_project.contract.downlink import MAX_DELTAS
 from boinc_project.database import Database, app, app_version, host_app_version, platform, result, workunit
 from boinc_project.gt_tables import (
     Disposition,
@@ -34,7 +35,7 @@ from boinc_project.gt_tables import (
     gt_version,
 )
 from boinc_project.job_config import JobConfig
-from boinc_project.job_folder import JobFacts, JobFolder, Published
+from boinc_project.job_folder import JobFacts, JobFolder, Published, leads
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import EXITS_WITHOUT_FAULT, AssimilateState, Outcome, ServerState, TransitionerFlags
 
@@ -254,6 +255,43 @@ def record_files(
     ]
     if rows:
         connection.execute(sa.insert(gt_file), rows)
+
+
+def published_chain(connection: Connection, job_id: int, version: int) -> list[Published] | None:
+    """The files that together are a version: a keyframe, and the deltas since, in order; None if one is missing."""
+    span = (version - MAX_DELTAS, version)
+    rows = connection.execute(
+        sa.select(gt_version.c.version, gt_version.c.state_sha256).where(
+            gt_version.c.job_id == job_id, gt_version.c.version.between(*span)
+        )
+    )
+    digests = {int(number): str(digest) for number, digest in rows}
+    files = connection.execute(
+        sa.select(gt_file).where(
+            gt_file.c.job_id == job_id,
+            gt_file.c.kind.in_(["state", "delta"]),
+            gt_file.c.version.between(*span),
+            gt_file.c.state == str(FileState.PUBLISHED),
+        )
+    )
+    # After a rollback there can be files of a version that was made again: the digests tell.
+    states, deltas = dict[str, Published](), dict[int, list[Published]]()
+    for row in files.mappings():
+        file = Published(str(row["name"]), str(row["sha256"]), str(row["md5"]), int(row["bytes"]))
+        if row["kind"] == "state":
+            states[file.sha256] = file
+        else:
+            deltas.setdefault(int(row["version"]), []).append(file)
+    chain: list[Published] = []
+    for number in range(version, version - MAX_DELTAS - 1, -1):
+        target, base = digests.get(number, ""), digests.get(number - 1, "")
+        if target in states:
+            return [states[target], *reversed(chain)]
+        fitting = [file for file in deltas.get(number, []) if base and leads(file.name, base, target)]
+        if not fitting:
+            return None
+        chain.append(fitting[0])
+    return None
 
 
 # Microtasks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from boinc_project.contract.downlink import DELTA_CODEC
 from boinc_project.job_config import JobConfig
 
+DELTA_SHARE = (1 + 4 / DELTA_CODEC.block) / 4
 MAX_ATTEMPTS = 3
 """Workunits for one slot of a round; when so many have failed, its samples are skipped and reported."""
 
@@ -16,11 +18,18 @@ def least_seconds_per_task(
 
 
 def download_advice(config: JobConfig, version_bytes: float) -> str:
-    """What a version costs to download, and how long a task should be so that the job's lines can feed it."""
+    """What a version costs to download, and how long a task should be so that the job's lines can feed it.
+
+    `version_bytes` are those of a whole one; between keyframes a host gets a byte for every four, and the scales.
+    """
+    every = config.supply.keyframe_every
+    version_bytes *= (1 + (every - 1) * DELTA_SHARE) / every
     hosts = (config.aggregation.in_flight or config.train.microtasks_per_version) * config.workunit.min_quorum
     line, egress = config.supply.host_bandwidth, config.supply.server_bandwidth
     seconds = least_seconds_per_task(version_bytes, line, hosts, egress)
+    average = " on average" if every > 1 else ""
     return (
-        f"Each version is {version_bytes / 1e6:.3g} MB to download: a task should last at least {seconds:.2g} s on a"
-        f" host with {line / 1e6:.3g} MB/s, with {hosts} hosts and {egress / 1e6:.3g} MB/s from the server."
+        f"Each version is {version_bytes / 1e6:.3g} MB to download{average}: a task should last at least"
+        f" {seconds:.2g} s on a host with {line / 1e6:.3g} MB/s, with {hosts} hosts and {egress / 1e6:.3g} MB/s from"
+        " the server."
     )

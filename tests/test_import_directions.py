@@ -2,7 +2,7 @@
 
     boinc_project  <-  work_generator, apps, validator, assimilator      (apps: boinc_project.contract only)
     contract       ->  numpy, safetensors, zstandard, the standard library
-    cli, calibration  ->  everything: they are composition roots
+    cli, calibration, simulator  ->  everything: they are composition roots
 
 Read from the source with `ast`; nothing is imported.
 """
@@ -28,8 +28,8 @@ MODULES_ABOUT_THEM = {
         for name in ("device", "programs", "runtime", "opencl_backend", "peak", "tune")
     },
 }
-COMPOSITION_ROOTS = ("boinc_project/cli/", "boinc_project/calibration/")
 CONTRACT = "boinc_project/contract/"
+COMPOSITION_ROOTS = ("boinc_project/cli/", "boinc_project/calibration/", "boinc_project/simulator/")
 CONTRACT_LIBRARIES = {"numpy", "safetensors", "zstandard"}
 
 
@@ -93,14 +93,16 @@ def test_the_application_knows_nothing_of_the_project_but_the_contract() -> None
     assert offences(files("apps"), forbidden) == []
 
 
-def test_only_composition_roots_import_the_stations() -> None:
+def test_only_the_composition_roots_import_the_stations() -> None:
     paths = [path for path in files("boinc_project") if not path.startswith(COMPOSITION_ROOTS)]
     assert offences(paths, lambda path, each: each.root in STATIONS) == []
 
 
-def test_nothing_imports_the_command_line() -> None:
+def test_nothing_imports_the_command_line_and_only_it_the_simulator() -> None:
     paths = [path for path in files(*PACKAGES) if not path.startswith("boinc_project/cli/")]
     assert offences(paths, lambda path, each: f"{each.name}.".startswith("boinc_project.cli.")) == []
+    paths = [path for path in paths if not path.startswith("boinc_project/simulator/")]
+    assert offences(paths, lambda path, each: f"{each.name}.".startswith("boinc_project.simulator.")) == []
 
 
 def test_packages_do_not_import_tests_or_examples() -> None:

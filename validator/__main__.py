@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -26,7 +26,8 @@ from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_fl
 from boinc_project.daemon import Options, Patience, Stopper, UsageError
 from boinc_project.daemon_start import Started, outside_faults, run, start
 from boinc_project.database import Database, app, is_lost, result, workunit
-from boinc_project.gt_tables import gt_microtask
+from boinc_project.gt_tables import JobState, gt_microtask
+from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
@@ -36,7 +37,11 @@ from validator.books import Judged, Policy, open_books, sane_seconds, write_resu
 from validator.case import Case, Verdict
 from validator.decision import SOON
 from validator.doubts import NotYet
+from validator.drift import findings
 from validator.evidence import Judge
+from validator.records import blocked_groups, judged_pairs, read_records
+from validator.replays import Replays
+from validator.voters import Independence, Records
 
 ABOUT = "Judges the results of gradient microtasks: sanity, agreement of all copies, credit."
 DEFAULT_SLEEP_S = 5.0
@@ -50,7 +55,8 @@ BATCH, BATCH_S = 100, 0.5
 #: Columns that are read: all that a decision depends on, without the workunit's XML.
 UNIT_COLUMNS = (
     "id", "name", "appid", "need_validate", "canonical_resultid", "canonical_credit", "error_mask", "assimilate_state",
-    "min_quorum", "target_nresults", "max_success_results", "rsc_fpops_est", "rsc_fpops_bound", "transition_time",
+    "min_quorum", "target_nresults", "max_success_results", "max_total_results", "rsc_fpops_est", "rsc_fpops_bound",
+    "transition_time",
 )  # fmt: skip
 RESULT_COLUMNS = (
     "id", "name", "workunitid", "appid", "server_state", "outcome", "validate_state", "hostid", "userid", "teamid",
@@ -59,7 +65,7 @@ RESULT_COLUMNS = (
 )  # fmt: skip
 TASK_COLUMNS = ("workunit_name", "job_id", "version", "digest", "document", "flops")
 #: Of these, the columns that may not change between reading and writing.
-UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "target_nresults", "assimilate_state")
+UNIT_MARKS = ("need_validate", "canonical_resultid", "error_mask", "min_quorum", "target_nresults", "assimilate_state")
 RESULT_MARKS = ("server_state", "outcome", "validate_state", "hostid", "userid")
 
 log = logging.getLogger("validator")
@@ -94,21 +100,56 @@ class Validator:
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
     swept: float = 0.0  # when old fingerprints were last looked for
+    tested: float = 0.0  # when groups were last tested for drift
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.tree, self.database, self.rules.one_vote_per_user)
+        self.judge = Judge(
+            self.tree, self.database, Independence(one_vote_per_user=self.rules.one_vote_per_user), self.clock
+        )
         self.patience = Patience(self.clock)
+
+    @property
+    def replays(self) -> Replays:
+        return self.judge.replays
 
     def one_pass(self) -> bool:
         """Judge what needs it; returns whether any workunit was decided."""
         self.jobs.clear()
         with outside_faults():
             self._sweep()
-            worked, again = self._handle(self._waiting())
-            for _ in range(MAX_RESTARTS - 1):
-                if again:
-                    more, again = self._handle([again])
-                    worked |= more
+            self._look_at_groups()
+            worked = self.replays.poll()
+            worked |= self._look()
+            while self.options.one_pass and self.replays.busy:
+                self.stopper.sleep(0.05)
+                if self.replays.poll():
+                    worked |= self._look()
+        return worked
+
+    def _look_at_groups(self) -> None:
+        """Which groups have no vote, and, where devices must be independent, which drift and are suspect: at first
+        and once an hour."""
+        now = self.clock()
+        with self.database.read() as connection:
+            self.judge.independence = replace(self.judge.independence, blocked=blocked_groups(connection))
+            if 0 <= now - self.tested < SWEEP_S:
+                return
+            self.tested = now
+            jobs = store.jobs(connection, JobState.RUNNING, appid=self.appid)
+            wanted = any(job.config.trust.independent_devices for job in jobs)
+            pairs = judged_pairs(connection, now) if wanted else []
+        suspect = frozenset(one.group for one in findings(pairs) if one.drifts)
+        for group in sorted(suspect - self.judge.independence.suspect):
+            log.warning("%s drifts: its copies confirm one another no more (boinc-train trust show)", group)
+        self.judge.independence = replace(self.judge.independence, suspect=suspect)
+
+    def _look(self) -> bool:
+        """Judge what needs it and does not wait for the server's own computation."""
+        worked, again = self._handle(self._waiting())
+        for _ in range(MAX_RESTARTS - 1):
+            if again:
+                more, again = self._handle([again])
+                worked |= more
         for identifier in again:
             log.warning("[WU#%d] changed %d times while it was judged; next pass", identifier, MAX_RESTARTS)
         return worked
@@ -129,11 +170,14 @@ class Validator:
                 page = store.needing_validation(
                     connection, self.appid, WORKUNITS_PER_PASS, after=page[-1], mod=self.options.mod
                 )
-            mine = [each for each in page if self.options.takes(each) and self.patience.allows(each)]
+            mine = [each for each in page if self.options.takes(each) and self._may_judge(each)]
             if self.options.limit is not None:
                 mine = mine[: self.options.limit - self.handled]
                 self.handled += len(mine)
             yield mine
+
+    def _may_judge(self, identifier: int) -> bool:
+        return self.patience.allows(identifier) and not self.replays.waits(identifier)
 
     def _handle(self, pages: Iterable[Sequence[int]]) -> tuple[bool, list[int]]:
         """Judge and write these workunits: whether any was decided, and those that changed under our hands.
@@ -176,6 +220,7 @@ class Validator:
             tasks = read_rows(connection, gt_microtask, ("workunit_name",), names, TASK_COLUMNS)
             for job_id in {int(task["job_id"]) for task in tasks.values()} - set(self.jobs):
                 self.jobs[job_id] = store.job_with_id(connection, job_id)
+            records = self._records(connection, results.values())
         cases = []
         for identifier, unit in waiting.items():
             task = tasks.get((str(unit["name"]),))
@@ -184,8 +229,16 @@ class Validator:
                 self.patience.leave(identifier)
                 log.warning("[WU#%d %s] is not one of our microtasks; it is left alone", identifier, str(unit["name"]))
             else:
-                cases.append(Case(unit, results.get(identifier, []), task, job))
+                cases.append(Case(unit, results.get(identifier, []), task, job, records))
         return cases
+
+    def _records(self, connection: Connection, results: Iterable[Sequence[store.Row]]) -> Records | None:
+        """The makers of these results, if anything asks for more than their users and hosts."""
+        if not self.judge.independence.blocked and not any(
+            job is not None and job.config.trust != TrustSection() for job in self.jobs.values()
+        ):
+            return None
+        return read_records(connection, [row for rows in results for row in rows])
 
     # Judging.
 
@@ -219,6 +272,9 @@ class Validator:
             self.patience.later(case.id)
             log.warning("%s %s; later", case, verdict.decision.note)
             return None
+        if verdict.decision.replay and not self.options.dry_run:
+            self.replays.want(case, verdict.decision.replay)
+            return None
         return verdict
 
     def _judge(self, case: Case) -> Verdict:
@@ -245,7 +301,21 @@ class Validator:
         for each in verdicts:
             if each.case.id not in changed:
                 _report(each)
+                self._name_unchecked(each)
         return sorted(changed)
+
+    def _name_unchecked(self, verdict: Verdict) -> None:
+        """Name what was accepted from a host alone before the server refuted one of its results."""
+        for row in verdict.case.results:
+            change = verdict.decision.results.get(int(row["id"]))
+            if change is not None and change.refuted and change.validate_state != row["validate_state"]:
+                with self.database.read() as connection:
+                    names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
+                log.critical(
+                    "[HOST#%d] returned something else than the task; accepted from it without a second copy: %s",
+                    row["hostid"],
+                    ", ".join(names) or "nothing",
+                )
 
     def _write(self, connection: Connection, verdicts: Sequence[Verdict]) -> set[int]:
         """The statements of one transaction, in BOINC's order; returns the workunits that were left out."""
@@ -388,6 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(started, "validator", validator.one_pass)
     finally:
         validator.judge.doubts.prober.stop()
+        validator.replays.stop()
 
 
 def rules_of(started: Started) -> Rules:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,15 +97,18 @@ def _squares(flat_a: Array, flat_b: Array) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Copy:
-    """One readable copy: result id, and who made it. Copies with the same voter are one vote."""
+    """One readable copy: result id, and who made it. Copies with the same voter are one vote, those with none (None)
+    are no vote. `established`: made by somebody who is known long enough to carry a quorum."""
 
     identifier: int
     voter: Hashable
+    established: bool = True
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """canonical: result id, or None while undecided; valid and invalid: result ids judged with it.
+    """canonical: result id, or None while undecided; valid and invalid: result ids judged with it; camps: undecided
+    because two groups without a common member have the votes.
 
     `distances` of the pairs (for logs and drift statistics), keyed by (smaller id, larger id).
     """
@@ -114,6 +117,7 @@ class Verdict:
     valid: frozenset[int]
     invalid: frozenset[int]
     distances: Mapping[tuple[int, int], float]
+    camps: bool = False
 
 
 def judge(copies: Sequence[Copy], distances: Mapping[tuple[int, int], float], tolerance: float, votes: int) -> Verdict:
@@ -123,15 +127,19 @@ def judge(copies: Sequence[Copy], distances: Mapping[tuple[int, int], float], to
     more copies must tell). Strongest groups that overlap are one camp in a chain A~B~C: its middle is the
     canonical result, so that nobody close to it loses. Every copy within `tolerance` of it is valid and every
     other invalid. A tie of two copies goes to the smaller id, given before anybody had computed.
+
+    A group in which nobody is established has one vote less: newcomers alone need one voter more than others, so that
+    a crowd of fresh accounts costs its owner one copy more each time, and a new project still begins.
     """
     ids = sorted(copy.identifier for copy in copies)
     voters = {copy.identifier: copy.voter for copy in copies}
+    known = {copy.identifier for copy in copies if copy.established and copy.voter is not None}
 
     def apart(i: int, j: int) -> float:
         return 0.0 if i == j else distances[min(i, j), max(i, j)]
 
     def strength(group: Sequence[int]) -> int:
-        return len({voters[i] for i in group})
+        return len({voters[i] for i in group} - {None}) - (0 if known.intersection(group) else 1)
 
     groups = _cliques(ids, lambda i, j: apart(i, j) <= tolerance)
     undecided = Verdict(None, frozenset(), frozenset(), distances)
@@ -139,13 +147,15 @@ def judge(copies: Sequence[Copy], distances: Mapping[tuple[int, int], float], to
         return undecided
     most = max(strength(group) for group in groups)
     strongest = [group for group in groups if strength(group) == most]
-    if most < votes or any(not set(g) & set(h) for g, h in itertools.combinations(strongest, 2)):
+    if most < votes:
         return undecided
+    if any(not set(g) & set(h) for g, h in itertools.combinations(strongest, 2)):
+        return replace(undecided, camps=True)
 
     def around(i: int) -> list[int]:
         return [j for j in ids if apart(i, j) <= tolerance]
 
-    candidates = sorted({i for group in strongest for i in group})
+    candidates = sorted({i for group in strongest for i in group if voters[i] is not None})
     canonical = min(candidates, key=lambda i: (-strength(around(i)), sum(apart(i, j) for j in around(i)), i))
     valid = frozenset(around(canonical))
     return Verdict(canonical, valid, frozenset(ids) - valid, distances)

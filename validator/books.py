@@ -42,6 +42,7 @@ from boinc_project.database import (
     user,
 )
 from boinc_project.gt_tables import gt_trust
+from boinc_project.reliability import faded
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import ValidateState
 from validator.decision import ResultChange
@@ -185,7 +186,12 @@ class Books:
             self._grant_by_app(judged)
         trust = self._trust(judged)
         trust["valid"] += 1
-        trust["consecutive_valid"] += 1
+        if judged.change.alone:
+            trust["alone"] += 1  # nobody has looked: no reason to trust it more
+        else:
+            trust["consecutive_valid"] += 1
+            trust["good"] += 1.0
+            trust["alone"] = 0
 
     def _grant(self, owner: dict[str, Any], judged: Judged) -> None:
         """Total and decayed recent average of a host, user or team."""
@@ -217,7 +223,7 @@ class Books:
         if kept is None:
             return
         kept["max_jobs_per_day"] += 1
-        if not (self.policy.replicated_app and unit["target_nresults"] == 1):
+        if not judged.change.alone and not (self.policy.replicated_app and unit["target_nresults"] == 1):
             kept["consecutive_valid"] += 1
         elapsed = sane_seconds(row["elapsed_time"]) or sane_seconds(row["cpu_time"])
         speed = float(row["flops_estimate"])
@@ -256,6 +262,9 @@ class Books:
             return
         trust["faulty"] += 1
         trust["consecutive_valid"] = 0
+        trust["bad"] += 1.0
+        if judged.change.refuted:
+            trust["good"], trust["failed_check"] = 0.0, self.now
         kept = self._host_version(judged)
         if kept is not None:
             kept["consecutive_valid"] = 0
@@ -274,9 +283,13 @@ class Books:
     def _trust(self, judged: Judged) -> dict[str, Any]:
         row = self.trust.get(judged.host_id, judged.kind)
         if row is None:
-            counts = {"valid": 0, "faulty": 0, "differing": 0, "consecutive_valid": 0}
-            row = self.trust.add({"host_id": judged.host_id, "kind": judged.kind, **counts, "judge_time": self.now})
-        row["judge_time"] = self.now
+            counts = {"valid": 0, "faulty": 0, "differing": 0, "consecutive_valid": 0, "alone": 0}
+            evidence = {"good": 0.0, "bad": 0.0, "failed_check": 0.0}
+            identity = {"host_id": judged.host_id, "kind": judged.kind}
+            row = self.trust.add({**identity, **counts, **evidence, "judge_time": self.now})
+        since = float(row["judge_time"])
+        row["good"], row["bad"] = (faded(float(row[name]), since, self.now) for name in ("good", "bad"))
+        row["judge_time"] = max(since, self.now)
         return row
 
 
@@ -328,7 +341,7 @@ def open_books(connection: Connection, judged: Sequence[Judged], policy: Policy,
             gt_trust,
             ("host_id", "kind"),
             {(each.host_id, each.kind) for each in counted},
-            ("valid", "faulty", "differing", "consecutive_valid", "judge_time"),
+            [name for name in _names(gt_trust) if name not in ("host_id", "kind")],
         ),
     )
 

@@ -11,6 +11,7 @@ from boinc_project.gt_tables import Judgement
 from boinc_project.states import ValidateState
 from boinc_project.store import JobRow
 from validator.decision import Decision, ResultChange
+from validator.voters import Records
 
 _INFINITE = 1e9  # a distance that a database can hold, for updates whose integers differ
 
@@ -23,6 +24,7 @@ class Case:
     results: Sequence[store.Row]
     task: store.Row
     job: JobRow
+    records: Records | None = None  # of the results' makers; None where nothing asks for them
 
     @property
     def id(self) -> int:
@@ -82,6 +84,8 @@ class Verdict:
 def _word(change: ResultChange, canonical: bool) -> Judgement | None:
     """What a row of gt_fingerprint calls a verdict; None for one that is none yet."""
     if change.validate_state == ValidateState.VALID:
+        if change.alone:
+            return Judgement.ALONE
         return Judgement.CANONICAL if canonical else Judgement.VALID
     if change.validate_state == ValidateState.INVALID:
         return Judgement.DIFFERS if change.differs else Judgement.FAULTY

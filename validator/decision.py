@@ -6,13 +6,13 @@ results are judged against it), or a set of viable results may form a quorum. No
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from boinc_project.states import NEVER, AssimilateState, ErrorMask, Outcome, ServerState, ValidateState
-from validator.agreement import Copy, judge
+from validator.agreement import Copy, Verdict, judge
 
 Row = Mapping[str, Any]
 
@@ -35,23 +35,32 @@ class Sanity(Enum):
 
 @dataclass(frozen=True)
 class ResultChange:
-    """New fields of one result row. `differs`: invalid, but close enough to be an honest disagreement."""
+    """New fields of one result row, and what its host's record needs to know.
+
+    differs   invalid, but close enough to be an honest disagreement
+    alone     valid without anybody else's copy beside it
+    refuted   invalid by the server's own computation
+    """
 
     validate_state: ValidateState
     outcome: Outcome | None = None
     reason: str = ""
     differs: bool = False
+    alone: bool = False
+    refuted: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Everything to write for one workunit, or `retry` (write nothing, look again later)."""
+    """Everything to write for one workunit, or `retry` (write nothing, look again later), or `replay`: why the server
+    must compute the microtask itself first (write nothing, look again when that is done)."""
 
     results: Mapping[int, ResultChange] = field(default_factory=dict)
     canonical: int | None = None
     workunit: Mapping[str, Any] = field(default_factory=dict)
     retire_unsent: bool = False
     retry: bool = False
+    replay: str = ""
     note: str = ""
 
 
@@ -92,6 +101,11 @@ class Evidence:
     tolerance  the largest distance of copies that agree
     voters     who made a result, by its id; copies of one voter are one vote
     estimates  of good copies whose canonical file is gone: the distance that the two fingerprints tell
+    established  ids of the copies whose makers may carry a quorum; None: all
+    not_alone  of a workunit for which one copy may be enough: why this one is not, by id, or ''; None: no such workunit
+    check      why the server must compute this microtask itself before a result is canonical; '': it need not
+    disputes   whether the server computes what the copies do not agree on
+    replayed   distances of the good copies to what the server computed; None: it has not, or could not
     """
 
     workunit: Row
@@ -101,6 +115,11 @@ class Evidence:
     tolerance: float
     voters: Mapping[int, Hashable]
     estimates: Mapping[int, float] = field(default_factory=dict)
+    established: Set[int] | None = None
+    not_alone: Mapping[int, str] | None = None
+    check: str = ""
+    disputes: bool = False
+    replayed: Mapping[int, float] | None = None
 
     def compared(self, identifier: int, canonical: int) -> ResultChange:
         """The verdict over a readable copy beside the canonical result."""
@@ -176,33 +195,103 @@ def _quorum(evidence: Evidence) -> Decision:
         if kind == Sanity.INVALID:
             changes[identifier] = ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, reason)
         else:
-            copies.append(Copy(identifier, evidence.voters[identifier]))
-    votes = min_quorum // 2 + 1  # BOINC's rule: a majority of the quorum must agree
-    enough = len(copies) >= min_quorum
-    verdict = judge(copies, evidence.distances, evidence.tolerance, votes) if enough else None
+            known = evidence.established is None or identifier in evidence.established
+            copies.append(Copy(identifier, evidence.voters[identifier], known))
+    ids = [copy.identifier for copy in copies]
+    if ids and evidence.replayed is not None:
+        return _by_replay(evidence, ids, changes)
+    raised, why = _raised_quorum(evidence, ids)
+    votes = raised // 2 + 1  # BOINC's rule: a majority of the quorum must agree
+    verdict = judge(copies, evidence.distances, evidence.tolerance, votes) if len(copies) >= raised else None
     if verdict is not None and verdict.canonical is not None:
+        if evidence.check:
+            return Decision(replay=evidence.check)
+        alone = evidence.not_alone is not None and raised == 1
         for identifier in verdict.valid:
-            changes[identifier] = ResultChange(ValidateState.VALID)
+            changes[identifier] = ResultChange(ValidateState.VALID, alone=alone)
         for identifier in verdict.invalid:
             changes[identifier] = evidence.compared(identifier, verdict.canonical)
-        return Decision(
-            changes,
-            canonical=verdict.canonical,
-            workunit={
-                "need_validate": 0,
-                "canonical_resultid": verdict.canonical,
-                "assimilate_state": int(AssimilateState.READY),
-                # Not now: the assimilator wakes the transitioner when it is done (facts in sched/validator.cpp).
-                "transition_time": NEVER,
-            },
-            retire_unsent=True,
-        )
-    return _no_consensus(workunit, len(copies), changes, [copy.identifier for copy in copies])
+        return _found(verdict.canonical, changes)
+    if evidence.disputes and copies and (reason := _beyond_agreement(evidence, len(copies), verdict)):
+        return Decision(replay=reason)
+    return _no_consensus(workunit, ids, changes, raised, why)
 
 
-def _no_consensus(workunit: Row, good: int, changes: dict[int, ResultChange], undecided: Sequence[int]) -> Decision:
+def _found(canonical: int, changes: Mapping[int, ResultChange]) -> Decision:
+    """A canonical result."""
+    return Decision(
+        changes,
+        canonical=canonical,
+        workunit={
+            "need_validate": 0,
+            "canonical_resultid": canonical,
+            "assimilate_state": int(AssimilateState.READY),
+            # Not now: the assimilator wakes the transitioner when it is done (facts in sched/validator.cpp).
+            "transition_time": NEVER,
+        },
+        retire_unsent=True,
+    )
+
+
+def _raised_quorum(evidence: Evidence, ids: Sequence[int]) -> tuple[int, str]:
+    """The quorum that these copies need, and why it is more than the workunit's own.
+
+    Where one copy may be enough, two that are there must agree: one of them is not picked over the other. Copies
+    without a vote do not count here: beside one of them another may still stand alone.
+    """
+    min_quorum = int(evidence.workunit["min_quorum"])
+    voting = [identifier for identifier in ids if evidence.voters[identifier] is not None]
+    if min_quorum > 1 or evidence.not_alone is None or not voting:
+        return min_quorum, ""
+    if len(voting) > 1:
+        return 2, ""
+    why = evidence.not_alone.get(voting[0], "")
+    return (2, why) if why else (1, "")
+
+
+def _beyond_agreement(evidence: Evidence, good: int, verdict: Verdict | None) -> str:
+    """Why more copies would not help, or ''."""
+    workunit = evidence.workunit
+    if verdict is not None and verdict.camps:
+        return "two camps have the votes"
+    if good >= workunit["max_success_results"]:
+        return f"{good} copies do not agree"
+    if len(evidence.results) >= workunit["max_total_results"] and good >= workunit["target_nresults"]:
+        return f"no more than {workunit['max_total_results']} copies are made, and those that are there do not agree"
+    return ""
+
+
+def _by_replay(evidence: Evidence, ids: Sequence[int], changes: dict[int, ResultChange]) -> Decision:
+    """The server's own computation is there: copies within the tolerance of it are valid, whoever agrees with whom.
+
+    Others differ honestly up to HONEST_DISTANCE and are refuted beyond it. If none is valid, another copy is made; the
+    server's update is no result and is never folded.
+    """
+    assert evidence.replayed is not None
+    apart = evidence.replayed
+    for identifier in ids:
+        reason = f"distance {apart[identifier]:.2g} to what the server computed"
+        if apart[identifier] <= evidence.tolerance:
+            changes[identifier] = ResultChange(ValidateState.VALID, reason=reason)
+        else:
+            differs = apart[identifier] <= HONEST_DISTANCE
+            changes[identifier] = ResultChange(
+                ValidateState.INVALID, reason=reason, differs=differs, refuted=not differs
+            )
+    valid = [identifier for identifier in ids if apart[identifier] <= evidence.tolerance]
+    if valid:
+        return _found(min(valid, key=lambda i: (apart[i], i)), changes)
+    return Decision(
+        changes, workunit={"need_validate": 0, "transition_time": SOON}, note="no copy is what the server computed"
+    )
+
+
+def _no_consensus(
+    workunit: Row, undecided: Sequence[int], changes: dict[int, ResultChange], quorum: int, why: str
+) -> Decision:
     """More copies must tell: ask for one more, unless there have been too many successes already."""
     fields: dict[str, Any] = {"need_validate": 0}
+    good = len(undecided)
     for identifier in undecided:
         changes[identifier] = ResultChange(ValidateState.INCONCLUSIVE)
     if any(change.validate_state == ValidateState.INVALID for change in changes.values()):
@@ -213,20 +302,27 @@ def _no_consensus(workunit: Row, good: int, changes: dict[int, ResultChange], un
     elif good >= workunit["target_nresults"]:
         fields["target_nresults"] = good + 1
         fields["transition_time"] = SOON
-    return Decision(changes, workunit=fields, note=f"no agreement among {good} copies")
+    if quorum > workunit["min_quorum"]:
+        fields["min_quorum"] = quorum
+        wanted = int(fields["target_nresults"] if "target_nresults" in fields else workunit["target_nresults"])
+        fields["target_nresults"] = max(quorum, wanted)
+    note = f"a second copy is needed: {why}" if why else f"no agreement among {good} copies"
+    return Decision(changes, workunit=fields, note=note)
 
 
 def doubted(evidence: Evidence, decision: Decision, why: str) -> Decision:
     """What follows if copies agree on an update that other evidence speaks against: nobody is judged by it.
 
-    One more copy is to compute the same; if more than a quorum agree already, the workunit fails, and its samples go
-    into a fresh one.
+    The server computes the microtask itself where the job has it settle disputes. Else one more copy is to compute the
+    same; if more than a quorum agree already, the workunit fails, and its samples go into a fresh one.
     """
+    if evidence.disputes:
+        return Decision(replay=why)
     unit = evidence.workunit
     broken = {i: each for i, each in decision.results.items() if each.outcome == Outcome.VALIDATE_ERROR}
     agreed = sum(each.validate_state == ValidateState.VALID for each in decision.results.values())
     readable = sorted(set(decision.results) - set(broken))
-    made = _no_consensus(unit, len(readable), broken, readable)
+    made = _no_consensus(unit, readable, broken, int(unit["min_quorum"]), "")
     fields = dict(made.workunit)
     if agreed > unit["min_quorum"]:
         fields.pop("target_nresults", None)

@@ -1,4 +1,4 @@
-"""Evidence beside agreement, for jobs that want it ([validation] of job.toml): the norm bound and the loss probe.
+"""Evidence beside agreement, for jobs that want it ([trust] of job.toml): the norm bound and the loss probe.
 
 Doubts.considered(...)   a decision that names a canonical result -> the same, or one that leaves it open
 write(...)               what was measured of the updates that became canonical
@@ -40,7 +40,7 @@ class Doubts:
         digests: Mapping[int, str],
     ) -> tuple[Decision, Row | None]:
         """The decision, and the row of gt_accepted to write with it. Raises NotYet while the update is being tried."""
-        wanted = case.job.config.validation
+        wanted = case.job.config.trust
         if decision.canonical is None or not (wanted.norm_bound or wanted.loss_probe):
             return decision, None
         update, version = tensors[decision.canonical], int(case.task["version"])
@@ -48,10 +48,13 @@ class Doubts:
             accepted = _accepted(connection, case.job.id)
             state = store.version_row(connection, case.job.id, version)
         norm = norm_bound.norm(update)
+        gain: float | None = None
+        row = {"workunit_name": case.name, "job_id": case.job.id, "version": version, "norm": norm, "gain": gain}
+        if evidence.replayed is not None:  # the server has computed the same
+            return decision, row
         why = ""
         if wanted.norm_bound:
             why = norm_bound.objection(norm, [n for _, n, _ in accepted[: norm_bound.KEPT]], wanted.norm_bound)
-        gain: float | None = None
         if wanted.loss_probe and not why and state is not None:
             digest = digests[decision.canonical]
             try:
@@ -63,8 +66,7 @@ class Doubts:
                 why = loss_probe.objection(gain, version, gains, wanted.loss_probe)
         if why:
             return doubted(evidence, decision, why), None
-        row = {"workunit_name": case.name, "job_id": case.job.id, "version": version, "norm": norm, "gain": gain}
-        return decision, row
+        return decision, {**row, "gain": gain}
 
 
 def _accepted(connection: Connection, job_id: int) -> list[tuple[int, float, float | None]]:

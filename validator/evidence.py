@@ -8,8 +8,12 @@ Nothing is written here, and nothing decided (validator/decision.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from boinc_project import store
@@ -19,13 +23,19 @@ from boinc_project.contract.microtask import essentials
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree
 from validator import traces
-from validator.agreement import pair_distances
+from validator.agreement import distance, pair_distances
 from validator.case import Case, Verdict
-from validator.copies import Copies, step_as_update
+from validator.copies import Copies, same_file, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
 from validator.doubts import Doubts
-from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read
+from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read, work_norm
+from validator.lottery import Lottery, project_lottery
+from validator.replays import Replays
+from validator.replication import STRANGE_NORM, why_not_alone
 from validator.sanity import load
+from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
+
+NORMS, LEAST_NORMS = 99, 9  # of the latest updates, whose median is usual
 
 log = logging.getLogger("validator")
 
@@ -47,8 +57,15 @@ class Judge:
 
     tree: ProjectTree
     database: Database
-    one_vote_per_user: bool = True
+    independence: Independence = field(default_factory=Independence)
+    clock: Callable[[], float] = time.time
     copies: Copies = field(default_factory=Copies)
+    replays: Replays = field(default_factory=Replays)
+    norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
+
+    @cached_property
+    def lottery(self) -> Lottery:
+        return project_lottery(self.tree)
 
     def __post_init__(self) -> None:
         self.doubts = Doubts(self.database)
@@ -77,19 +94,68 @@ class Judge:
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
             estimates = self._estimates(case, reading, layout)
             suspicions = self._suspicions(case, reading, layout, kind)
+            if case.job.config.trust.adaptive_replication:
+                self._look_at_norms(reading, layout, kind, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
-        voters = self._voters(case)
-        evidence = Evidence(case.unit, case.results, reading.sanity, pairs, tolerance, voters, estimates)
+        witnesses = self._witnesses(case, kind)
+        rules = replace(self.independence, devices=case.job.config.trust.independent_devices)
+        votes = count_votes(witnesses, same_file(reading.digests, reading.metadata), rules)
+        evidence = Evidence(
+            case.unit,
+            case.results,
+            reading.sanity,
+            pairs,
+            tolerance,
+            votes.voters,
+            estimates,
+            established=votes.established,
+            not_alone=self._not_alone(case, witnesses, suspicions),
+            **self._by_server(case, reading, suspicions),
+        )
         decision, accepted = self.doubts.considered(case, evidence, decide(evidence), reading.tensors, reading.digests)
         canonical = int(decision.canonical or case.unit["canonical_resultid"] or 0)
         apart = {i: pairs[min(i, canonical), max(i, canonical)] for i in _others(reading.tensors, canonical)}
         apart = apart or estimates
         return Verdict(case, decision, reading.digests, reading.marks, apart, suspicions, kind, accepted)
 
-    def _voters(self, case: Case) -> dict[int, Hashable]:
-        column = "userid" if self.one_vote_per_user else "hostid"
-        return {int(row["id"]): int(row[column]) for row in case.results if is_viable(row)}
+    def _by_server(self, case: Case, reading: Reading, suspicions: Mapping[int, str]) -> dict[str, Any]:
+        """What the server computes, or has computed, of this microtask itself: fields of Evidence."""
+        trust = case.job.config.trust
+        done, tensors = self.replays.of(case.name)
+        if case.unit["canonical_resultid"] or (done and tensors is None):
+            return {}
+        if tensors is not None:
+            return {"replayed": {i: distance(tensors, mine) for i, mine in reading.tensors.items()}}
+        check = ""
+        if trust.spot_check_share and self.lottery.drawn(trust.spot_check_share, "spot", case.name):
+            check = "it is drawn for a spot check"
+        elif suspicions and (trust.spot_check_share or trust.replay_disputes):
+            check = "a copy of it looks copied"
+        return {"check": check, "disputes": trust.replay_disputes}
+
+    # Who made them.
+
+    def _witnesses(self, case: Case, kind: str) -> dict[int, Witness]:
+        """The makers of the viable copies."""
+        viable = {int(row["id"]): row for row in case.results if is_viable(row)}
+        if case.records is None:
+            return {i: Witness(user=int(row["userid"]), host=int(row["hostid"])) for i, row in viable.items()}
+        trust, now = case.job.config.trust, self.clock()
+        newcomers = Newcomers(trust.newcomer_days, trust.newcomer_results)
+        return {i: witness_of(row, kind, case.records, newcomers, now) for i, row in viable.items()}
+
+    def _not_alone(
+        self, case: Case, witnesses: Mapping[int, Witness], suspicions: Mapping[int, str]
+    ) -> dict[int, str] | None:
+        """Why copies need a second one beside them, where the job lets one be enough."""
+        trust = case.job.config.trust
+        if not trust.adaptive_replication:
+            return None
+        return {
+            i: why_not_alone(witness, self.lottery, trust.audit_floor, case.name, i, suspicions.get(i, ""))
+            for i, witness in witnesses.items()
+        }
 
     def _estimates(self, case: Case, reading: Reading, layout: Layout) -> dict[int, float]:
         """Distances of late copies to a canonical result whose file is gone, as far as its fingerprint is there."""
@@ -122,6 +188,16 @@ class Judge:
             ):
                 found[identifier] = f"it is a multiple of the public step from version {version - 1} to {version}"
         return found
+
+    def _look_at_norms(self, reading: Reading, layout: Layout, kind: str, suspicions: dict[int, str]) -> None:
+        """Find updates whose size is nothing like that of the latest ones of their kind."""
+        latest = self.norms.setdefault(kind, deque(maxlen=NORMS))
+        for identifier, blob in reading.marks.items():
+            norm = work_norm(blob, layout)
+            usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm
+            if not usual / STRANGE_NORM <= norm <= usual * STRANGE_NORM:
+                suspicions.setdefault(identifier, f"its norm is {norm:.3g} where {usual:.3g} is usual")
+            latest.append(norm)
 
     def _step(self, case: Case, names: tuple[str, ...]) -> dict[str, Array] | None:
         """The server's step to the version that the microtask begins from; None if a state is gone."""

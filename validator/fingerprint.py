@@ -265,7 +265,7 @@ def unlikeness(a: Marks, b: Marks, layout: Layout) -> float:
 
     sqrt(1 - cos^2) of gradients and deltas at the positions that both mark; 1 if these are fewer than half.
     """
-    work = np.array([name.split("/", 1)[0] in _WORK for name in layout.names])
+    work = np.array([_is_work(name) for name in layout.names])
     places, in_a, in_b = np.intersect1d(a.places, b.places, assume_unique=True, return_indices=True)
     kept = work[np.searchsorted(layout.starts, places, side="right") - 1]
     if 2 * int(kept.sum()) < int(layout.counts[work].sum()) or not kept.any():
@@ -275,6 +275,16 @@ def unlikeness(a: Marks, b: Marks, layout: Layout) -> float:
     if squares == 0.0:
         return 1.0
     return float(np.sqrt(max(0.0, 1.0 - float(of_a @ of_b) ** 2 / squares)))
+
+
+def work_norm(blob: bytes, layout: Layout) -> float:
+    """Norm of all gradients or deltas together."""
+    norms = np.frombuffer(blob, "<f4", len(layout.names), 1).astype(np.float64)
+    return float(np.linalg.norm([n for n, name in zip(norms, layout.names, strict=True) if _is_work(name)]))
+
+
+def _is_work(name: str) -> bool:
+    return name.split("/", 1)[0] in _WORK
 
 
 def heads(blob: bytes, layout: Layout) -> frozenset[int]:

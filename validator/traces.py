@@ -15,6 +15,7 @@ from boinc_project.store import Row
 
 KEPT_S = 60 * 86400.0  # longer than any copy may be late, and enough for statistics
 RECENT = 4  # fingerprints of one host that new ones are compared with
+NAMED = 100  # results that are named at most
 _DROPPED_AT_ONCE = 500
 
 #: A result that is judged once more, because somebody has set it back by hand, keeps its first row.
@@ -43,6 +44,15 @@ def recent(connection: Connection, host_id: int) -> list[tuple[str, str, bytes]]
     query = sa.select(table.workunit_name, table.kind, table.marks).where(table.host_id == host_id)
     found = connection.execute(query.order_by(table.judge_time.desc(), table.result_id.desc()).limit(RECENT))
     return [(str(name), str(kind), bytes(marks)) for name, kind, marks in found]
+
+
+def accepted_alone(connection: Connection, host_id: int, kind: str) -> list[str]:
+    """Workunits whose only copy was this host's, the newest first."""
+    table = gt_fingerprint.c
+    query = sa.select(table.workunit_name).where(
+        table.host_id == host_id, table.kind == kind, table.verdict == str(Judgement.ALONE)
+    )
+    return [str(name) for name in connection.scalars(query.order_by(table.judge_time.desc()).limit(NAMED))]
 
 
 def drop_old(connection: Connection, now: float) -> int:

@@ -17,14 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection
 
 from boinc_project import clock, store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
 from boinc_project.database import Database, workunit
-from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file
-from boinc_project.job_folder import Published
+from boinc_project.gt_tables import JobState, MicrotaskState
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
 from boinc_project.states import NEVER
@@ -144,7 +142,7 @@ class Generator:
         """Make workunits of slots over the current version; returns whether any was made."""
         version = job.current_version
         with self.database.read() as connection:
-            state = _published_state(connection, job, version)
+            state = store.published_chain(connection, job.id, version)
         if state is None:
             self._once(f"[JOB {job.name}] version {version} is not published yet")
             return False
@@ -153,7 +151,7 @@ class Generator:
             for draft in drafts:
                 log.info("[WU %s] would be created", draft.name)
             return False
-        if not self._has_room(state.size):
+        if not self._has_room(state[0].size):
             return False
         try:
             self.inputs.check(file for draft in drafts for file in draft.content.files.values())
@@ -202,11 +200,11 @@ class Generator:
         if job.id in self.advised:
             return
         with self.database.read() as connection:
-            state = _published_state(connection, job, job.current_version)
+            state = store.published_chain(connection, job.id, job.current_version)
         if state is None:
             return
         self.advised.add(job.id)
-        log.info("[JOB %s] %s", job.name, download_advice(job.config, state.size))
+        log.info("[JOB %s] %s", job.name, download_advice(job.config, state[0].size))
 
     def _fail(self, job: JobRow, reason: str) -> bool:
         """Stop the job with the reason, until an admin resumes it; False if it has stopped or gone on by itself."""
@@ -288,20 +286,6 @@ class Generator:
         if text not in self.reported:
             self.reported.add(text)
             log.warning("%s", text)
-
-
-def _published_state(connection: Connection, job: JobRow, version: int) -> Published | None:
-    """The published state of a version, if it is there."""
-    query = sa.select(gt_file).where(
-        gt_file.c.job_id == job.id,
-        gt_file.c.kind == "state",
-        gt_file.c.version == version,
-        gt_file.c.state == str(FileState.PUBLISHED),
-    )
-    row = connection.execute(query).mappings().first()
-    if row is None:
-        return None
-    return Published(str(row["name"]), str(row["sha256"]), str(row["md5"]), int(row["bytes"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

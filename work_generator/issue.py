@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from boinc_project import clock, store
-from boinc_project.contract.microtask import STATE_FILE
+from boinc_project.contract.microtask import is_state
 from boinc_project.database import Database, workunit
 from boinc_project.gt_tables import FileState, JobState, MicrotaskState, gt_file, gt_microtask
 from boinc_project.job_folder import Published, file_sha256
@@ -72,11 +72,11 @@ class Inputs:
         return True
 
 
-def make(job: JobRow, issues: Sequence[Issue], state: Published) -> list[Draft]:
-    """The microtasks of these slots of the current version, whose published state is `state`."""
+def make(job: JobRow, issues: Sequence[Issue], state: Sequence[Published]) -> list[Draft]:
+    """The microtasks of these slots of the current version, whose published state is `state`: a keyframe and deltas."""
     drafts = []
     for issue in issues:
-        content = workunits.make_content(job.config, job.facts, job.current_version, issue.slot, state)
+        content = workunits.make_content(job.config, job.facts, job.current_version, issue.slot, *state)
         text, digest = content.microtask.to_json(), content.microtask.digest()
         name = workunits.workunit_name(content.microtask, digest, issue.attempt)
         file_name = workunits.microtask_file_name(content.microtask, digest)
@@ -103,7 +103,7 @@ def _insert(
     locked = store.lock_job(connection, job.id)
     if locked is None or locked["current_version"] != job.current_version or locked["state"] != JobState.RUNNING:
         return []
-    states = {draft.content.files[STATE_FILE].name for draft in drafts}
+    states = {file.name for draft in drafts for name, file in draft.content.files.items() if is_state(name)}
     published = read_rows(connection, gt_file, ("name",), [(name,) for name in states], ("name", "state"))
     if any(row["state"] != FileState.PUBLISHED for row in published.values()) or len(published) != len(states):
         return []

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from boinc_project import clock, store, templates
 from boinc_project.contract import tensorfile, whole_file
-from boinc_project.contract.codecs import KINDS
+from boinc_project.contract.codecs import KINDS, PART_KINDS
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import UPDATE_FILE, Microtask
@@ -61,7 +61,7 @@ def publish_job(
         raise JobError(f"the app {app!r} has no version that volunteers could run; run boinc-train build-app first")
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
     graphs += exported.smaller.values()
-    check_known(graphs, config.codec.kind, known_to_all(tree.project_dir / "apps" / app, sent))
+    check_known(graphs, config, known_to_all(tree.project_dir / "apps" / app, sent))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
     publisher = Publisher(tree, config.job.name)
@@ -168,9 +168,11 @@ class Known:
 
     operators: frozenset[str]
     codecs: frozenset[str]
+    parts: frozenset[str]  # ways of sending a part of an update
+    deltas: bool  # versions that are published as deltas
 
 
-def check_known(graphs: list[Graph], codec: str, known: Known) -> None:
+def check_known(graphs: list[Graph], config: JobConfig, known: Known) -> None:
     """Refuse a job that an app version could not run to which it would be sent, before any workunit exists."""
     newer = "publish a newer app version for that platform and plan class (boinc-train build-app --version), or change"
     for graph in graphs:
@@ -180,13 +182,18 @@ def check_known(graphs: list[Graph], codec: str, known: Known) -> None:
                 f"the model needs the operator {missing[0]!r}, which an app version in use does not know; {newer} the"
                 " model"
             )
+    codec = config.codec.kind
     if codec not in known.codecs:
         raise JobError(f"an app version in use does not know the codec {codec!r}; {newer} kind in [codec]")
+    if config.policy.parts_by and config.policy.parts_by not in known.parts:
+        raise JobError(f"an app version in use cannot send a part of an update; {newer} policy in [train]")
+    if config.supply.keyframe_every > 1 and not known.deltas:
+        raise JobError(f"an app version in use does not know deltas of versions; {newer} keyframe_every in [supply]")
 
 
 def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
     """What each of these app versions says that it knows (.operators.json in its folder)."""
-    operators, codecs = frozenset(OPSET), frozenset(KINDS)
+    operators, codecs, parts, deltas = frozenset(OPSET), frozenset(KINDS), frozenset(PART_KINDS), True
     wanted = {(int(row["version_num"]), str(row["platform"]), str(row["plan_class"])) for row in sent}
     # Builds of an earlier release have no dot in front.
     for path in sorted(app_folder.glob(f"*/*/*{OPERATORS_FILE.removeprefix('.')}")):
@@ -200,7 +207,9 @@ def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
         both = found if isinstance(found, dict) else {"operators": found, "codecs": FIRST_CODECS}
         operators &= {str(name) for name in both.get("operators", ())}
         codecs &= {str(name) for name in both.get("codecs", ())}
-    return Known(operators, codecs)
+        parts &= {str(name) for name in both.get("parts", ())}
+        deltas &= bool(both.get("deltas"))
+    return Known(operators, codecs, parts, deltas)
 
 
 def _version_of(folder: Path) -> tuple[int, str, str] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -33,11 +34,15 @@ log = logging.getLogger("work_generator")
 
 
 def retire_files(database: Database, tree: ProjectTree, job: JobRow) -> bool:
-    """Delete published states and microtasks of older versions that nobody needs; returns whether all are gone."""
+    """Delete published states and microtasks of older versions that nobody needs.
+
+    Returns whether all are gone but those that lead to the current version.
+    """
     with database.read() as connection:
-        versions = _older_versions(connection, job)
-        needed = versions_in_use(connection, job, versions)
-        names = _names_of(connection, job, [version for version in versions if version not in needed])
+        files = _files_of_versions(connection, job)
+        older = sorted({file.version for file in files if file.version < job.current_version})
+        needed = versions_in_use(connection, job, older)
+    names = sorted(unneeded(files, needed, job.current_version))
     for start in range(0, len(names), FILES_PER_LOCK):
         part = names[start : start + FILES_PER_LOCK]
         # A rollback would make an older version the current one again; then nothing of it may go.
@@ -65,6 +70,31 @@ def _retire(connection: Connection, tree: ProjectTree, job: JobRow, names: Seque
         tree.delete_published(name)
     _mark(connection, still, FileState.DELETED)
     return True
+
+
+class VersionFile(NamedTuple):
+    """A published file of a model version: its state (whole, or as a delta), or a microtask over it."""
+
+    version: int
+    kind: str
+    name: str
+
+
+def unneeded(files: Sequence[VersionFile], needed: set[int], current: int) -> list[str]:
+    """Names of those that serve neither the current version nor the needed ones: a delta, and a keyframe with deltas
+    after it, serve every version that begins with them."""
+    keyframes = [file.version for file in files if file.kind == "state"]
+    leading = set[int]()
+    for version in needed | {current}:
+        begins = max((each for each in keyframes if each <= version), default=version)
+        leading.update(range(begins, version + 1))
+    return [
+        file.name
+        for file in files
+        if file.version < current
+        and file.version not in needed
+        and (file.kind == "microtask" or file.version not in leading)
+    ]
 
 
 def versions_in_use(connection: Connection, job: JobRow, versions: Sequence[int]) -> set[int]:
@@ -209,25 +239,15 @@ def _is_current(connection: Connection, job: JobRow) -> bool:
     return locked is not None and locked["current_version"] == job.current_version
 
 
-def _of_older_versions(job: JobRow) -> sa.ColumnElement[bool]:
-    return sa.and_(
+def _files_of_versions(connection: Connection, job: JobRow) -> list[VersionFile]:
+    """What is published of the current version and of older ones."""
+    query = sa.select(gt_file.c.version, gt_file.c.kind, gt_file.c.name).where(
         gt_file.c.job_id == job.id,
         gt_file.c.state.in_([str(FileState.PUBLISHED), str(FileState.RETIRING)]),
-        gt_file.c.kind.in_(["state", "microtask"]),
-        gt_file.c.version < job.current_version,
+        gt_file.c.kind.in_(["state", "delta", "microtask"]),
+        gt_file.c.version <= job.current_version,
     )
-
-
-def _older_versions(connection: Connection, job: JobRow) -> list[int]:
-    query = sa.select(gt_file.c.version).where(_of_older_versions(job)).distinct()
-    return sorted(int(version) for version in connection.scalars(query))
-
-
-def _names_of(connection: Connection, job: JobRow, versions: Sequence[int]) -> list[str]:
-    if not versions:
-        return []
-    query = sa.select(gt_file.c.name).where(_of_older_versions(job), gt_file.c.version.in_(versions))
-    return sorted(str(name) for name in connection.scalars(query))
+    return [VersionFile(int(row[0]), str(row[1]), str(row[2])) for row in connection.execute(query)]
 
 
 def _mark(connection: Connection, names: Sequence[str], state: FileState) -> None:

@@ -10,13 +10,14 @@ The resources that BOINC is told:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 from boinc_project import templates
+from boinc_project.contract.codecs import Part
 from boinc_project.contract.microtask import (
     CONSTANTS_FILE,
     GRAPH_FILE,
@@ -26,6 +27,8 @@ from boinc_project.contract.microtask import (
     STATE_FILE,
     FileRef,
     Microtask,
+    delta_file,
+    is_state,
     shard_file,
     smaller_graph_file,
 )
@@ -40,6 +43,7 @@ FPOPS_BOUND_RATIO = 1000.0
 PROGRAM_MEMORY_BYTES = 250e6
 MEMORY_MARGIN = 1.5
 STICKY_LIFETIME_S = 14 * 86400  # data and graphs stay that long on a client that gets no more work of the job
+STATE_LIFETIME_S = 86400  # keyframes and deltas: until the next keyframe at most, and each is as large as the model
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ def data_plan(config: JobConfig, facts: JobFacts) -> DataPlan:
     return DataPlan(config.job.seed, rows, config.data.batch_size, facts.full_batches)
 
 
-def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, state: Published) -> Content:
-    """The microtask for this slot over `version` (whose published state is `state`)."""
+def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, *state: Published) -> Content:
+    """The microtask for this slot over `version`, whose published state is `state`: a keyframe, and deltas if any."""
     steps = config.steps
     number = microtask_number(config, version, slot)
     batches, used = batches_of_microtask(data_plan(config, facts), number, steps)
@@ -76,7 +80,7 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, st
         learning_rates=(config.learning_rate(version),) * steps,
         seed=config.job.seed,
         first_step=number * steps,
-        codec=config.codec.codec(),
+        codec=replace(config.codec.codec(), part=part_of(config, version, slot)),
     )
     return Content(microtask, files)
 
@@ -86,8 +90,17 @@ def microtask_number(config: JobConfig, version: int, slot: int) -> int:
     return slot if config.policy.flow else version * config.train.microtasks_per_version + slot
 
 
-def _files(facts: JobFacts, state: Published, shards: list[Shard]) -> dict[str, Published]:
-    files = {GRAPH_FILE: facts.graph, STATE_FILE: state}
+def part_of(config: JobConfig, version: int, slot: int) -> Part:
+    """What of its update a microtask sends: by tensors a part a round; by elements the slots share out the parts."""
+    by, count = config.policy.parts_by, config.aggregation.parts
+    if not by:
+        return Part()
+    return Part((version if by == "tensors" else version + slot) % count, count, by)
+
+
+def _files(facts: JobFacts, state: Sequence[Published], shards: list[Shard]) -> dict[str, Published]:
+    files = {GRAPH_FILE: facts.graph, STATE_FILE: state[0]}
+    files.update({delta_file(k): delta for k, delta in enumerate(state[1:])})
     files.update({smaller_graph_file(size): file for size, file in facts.smaller.items()})
     if facts.constants is not None:
         files[CONSTANTS_FILE] = facts.constants
@@ -136,6 +149,12 @@ class Forms:
             priority=self._config.workunit.priority,
         )
 
+    def _lifetime(self, open_name: str) -> int:
+        """Seconds that a file stays on the client after it was last needed: what serves more than one version does."""
+        if not is_state(open_name):
+            return STICKY_LIFETIME_S
+        return STATE_LIFETIME_S if self._config.supply.keyframe_every > 1 else 0
+
     def _form(self, content: Content) -> templates.WorkunitDocument:
         """The XML of a workunit with these shared inputs, its microtask's file being left blank."""
         facts, unit = self._facts, self._config.workunit
@@ -145,9 +164,8 @@ class Forms:
         references = [
             templates.InputReference(
                 open_name=open_name,
-                # The state of one version is used for one round; what serves all rounds stays on the client.
-                sticky=open_name != STATE_FILE,
-                sticky_lifetime=STICKY_LIFETIME_S if open_name != STATE_FILE else 0,
+                sticky=(lifetime := self._lifetime(open_name)) > 0,
+                sticky_lifetime=lifetime,
                 no_delete=True,
             )
             for open_name in content.files
@@ -160,8 +178,9 @@ class Forms:
             rsc_memory_bound=MEMORY_MARGIN * (facts.memory_bytes + PROGRAM_MEMORY_BYTES),
             rsc_disk_bound=disk,
             delay_bound=unit.delay_bound_s,
-            min_quorum=unit.min_quorum,
-            target_nresults=unit.target_nresults,
+            # The validator raises both for a copy that may not stand alone (validator/decision.py).
+            min_quorum=1 if self._config.trust.adaptive_replication else unit.min_quorum,
+            target_nresults=1 if self._config.trust.adaptive_replication else unit.target_nresults,
             max_error_results=unit.max_error_results,
             max_total_results=unit.max_total_results,
             max_success_results=unit.max_success_results,

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from apps.gradient.backends.backend import Backend, Program
 from apps.gradient.checkpoint import Checkpoint
 from boinc_project.contract import tensorfile
+from boinc_project.contract.downlink import apply_delta
 from boinc_project.contract.errors import ContractError, TooLittleMemory
 from boinc_project.contract.estimates import memory_bytes
 from boinc_project.contract.graph import Graph, GraphBuilder
@@ -36,6 +37,7 @@ from boinc_project.contract.microtask import (
     STATE_FILE,
     Batch,
     Microtask,
+    delta_file,
     shard_file,
     smaller_graph_file,
 )
@@ -87,11 +89,16 @@ class Loaded:
         return memory_bytes(form.graph, self.optimizer, self.types, data)
 
 
-def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> Loaded:
+def load(
+    resolve: Callable[[str], Path],
+    memory_limit: float | None = None,
+    read_graph: Callable[[bytes], Graph] = Graph.from_bytes,
+) -> Loaded:
     """Read a microtask and its files.
 
-    `memory_limit` is in bytes. Raises ContractError (a file is not what the microtask names, or breaks
-    the contract) or TooLittleMemory (it needs more memory than the limit, even on the smallest parts of a batch).
+    `memory_limit` is in bytes; `read_graph` reads a graph's file (who loads the same one often may remember it).
+    Raises ContractError (a file is not what the microtask names, or breaks the contract) or TooLittleMemory (it needs
+    more memory than the limit, even on the smallest parts of a batch).
     """
     text = _bounded_read(resolve(MICROTASK_FILE), MICROTASK_FILE, MAX_MICROTASK_BYTES)
     microtask = Microtask.from_json(text)
@@ -106,17 +113,20 @@ def load(resolve: Callable[[str], Path], memory_limit: float | None = None) -> L
             raise ContractError(f"input file {name} is not the one that the microtask names", fault="digest")
         return data
 
-    gradient = Graph.from_bytes(contents(GRAPH_FILE))
+    gradient = read_graph(contents(GRAPH_FILE))
     forms = [Form(microtask.batch_size, gradient)]
     for size in microtask.smaller_batches:
-        forms.append(Form(size, Graph.from_bytes(contents(smaller_graph_file(size)))))
+        forms.append(Form(size, read_graph(contents(smaller_graph_file(size)))))
         check_smaller(gradient, microtask.batch_size, forms[-1].graph, size)
-    optimizer = Graph.from_bytes(contents(OPTIMIZER_FILE)) if microtask.mode == "local-steps" else None
+    optimizer = read_graph(contents(OPTIMIZER_FILE)) if microtask.mode == "local-steps" else None
     least = min(form.graph.peak_bytes() for form in forms)
     if memory_limit and least > memory_limit:
         raise TooLittleMemory(f"a step needs {least} bytes; this task may use {memory_limit:.0f}")
     state_types = {i.name: i.type for i in gradient.inputs_of_kind("parameter", "buffer")}
     state = _take(contents(STATE_FILE), state_types, STATE_FILE)
+    for number in range(microtask.delta_count):
+        name = delta_file(number)
+        state = apply_delta(state, tensorfile.from_bytes(contents(name), None, name).tensors, name)
     constant_types = {i.name: i.type for i in gradient.inputs_of_kind("constant")}
     constants: Mapping[str, Array] = {}
     if constant_types:
@@ -223,7 +233,8 @@ class Run:
         self._gradient = backend.program(graph)
         in_place = frozenset({"parameter", "optimizer"})
         self._optimizer = backend.program(loaded.optimizer, consume=in_place) if loaded.optimizer else None
-        self._adder = _adder(backend, graph, "gradient") if mode == "gradient" else None
+        sums = mode == "gradient" and loaded.microtask.steps > 1
+        self._adder = _adder(backend, graph, "gradient") if sums else None
         whole = self.form.batch_size == loaded.microtask.batch_size
         self._parts = None if whole else _adder(backend, graph, "gradient", "metric")
         self._constants = {name: backend.from_numpy(array) for name, array in loaded.constants.items()}

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Callable
 
 from boinc_project.contract.codecs import KINDS as CODECS
+from boinc_project.contract.codecs import PART_KINDS
 from boinc_project.contract.opset import OPSET
 
 APP_NAME = "gradient"
@@ -488,7 +489,9 @@ def write_folder(
     (folder / "version.xml").write_text(version_xml(target.name), encoding="ascii")
     # For the project's side: a job that needs another operator is refused before any workunit exists.
     (folder / OPERATORS_FILE.removeprefix(".")).unlink(missing_ok=True)  # an earlier release wrote it there
-    known = {"operators": sorted(OPSET), "codecs": sorted(CODECS)}
+    known = {
+        "operators": sorted(OPSET), "codecs": sorted(CODECS), "parts": sorted(PART_KINDS), "deltas": True,
+    }  # fmt: skip
     (folder / OPERATORS_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="ascii")
     return BuiltApp(
         folder=folder,

@@ -13,7 +13,9 @@ from assimilator.policies.decoupled_diloco import decoupled_diloco
 from assimilator.policies.delayed_nesterov import delayed_nesterov
 from assimilator.policies.diloco import diloco
 from assimilator.policies.model_mixing import fed_async, vc_asgd
+from assimilator.policies.partition import partition
 from assimilator.policies.policy import NewVersion, Policy, Round
+from assimilator.policies.streaming_diloco import streaming_diloco
 from assimilator.policies.sync import sync
 from boinc_project.job_config import JobConfig
 
@@ -21,6 +23,8 @@ from boinc_project.job_config import JobConfig
 MAKERS: Mapping[str, Callable[[JobConfig], Policy]] = {
     "sync": sync,
     "diloco": diloco,
+    "streaming-diloco": streaming_diloco,
+    "partition": partition,
     "buffered": buffered,
     "async": fed_async,
     "vc-asgd": vc_asgd,

@@ -41,11 +41,12 @@ class Round:
 
 @dataclass(frozen=True)
 class NewVersion:
-    """The outcome of a round before it is written."""
+    """The outcome of a round before it is written. `delta`: from the version before, if that is what is published."""
 
     state: dict[str, Array]
     optimizer: dict[str, Array]
     samples: int
+    delta: Mapping[str, Array] | None = None
 
 
 class Policy(Protocol):
@@ -80,13 +81,19 @@ class OuterStep:
         return NewVersion(made.state, {**made.optimizer, **kept}, made.samples)
 
     def take(self, round: Round, folded: Folded) -> NewVersion:
-        """The step alone. The version is loaded when all contributions are folded; its arrays are written over."""
+        """The step alone, of the parameters that contributions are about; the others stay as they are.
+
+        The version is loaded when all contributions are folded; its arrays are written over.
+        """
         state, kept = round.load()
         parameters = parameters_of(state)
-        own = {name: array for name, array in kept.items() if not name.startswith(PREVIOUS)}
+        moved = {name: array for name, array in parameters.items() if name in folded.gradient}
+        own = {k: array for k, array in kept.items() if k.partition("/")[2] in moved and not k.startswith(PREVIOUS)}
+        rest = {k: array for k, array in kept.items() if k.partition("/")[2] not in moved}
         number = round.version + 1
-        new = step_in_place(self.optimizer, parameters, folded.gradient, own, number, self.rate(round.version))
-        return NewVersion(state_of(parameters, {**buffers_of(state), **folded.buffers}), new, folded.samples)
+        new = step_in_place(self.optimizer, moved, folded.gradient, own, number, self.rate(round.version))
+        made = state_of({**parameters, **moved}, {**buffers_of(state), **folded.buffers})
+        return NewVersion(made, {**rest, **new}, folded.samples)
 
 
 def outer_step(config: JobConfig, optimizer: Optimizer | None = None) -> OuterStep:

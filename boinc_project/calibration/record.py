@@ -206,7 +206,7 @@ def _small_eps(config: JobConfig) -> bool:
 
 def _check_local_steps(config: JobConfig, fresh: Calibration | None, stale: bool) -> None:
     steps, allowed = config.train.local_steps, steps_allowed(config, fresh)
-    if steps <= allowed or (config.validation.norm_bound and config.validation.loss_probe):
+    if steps <= allowed or (config.trust.norm_bound and config.trust.loss_probe):
         return
     if fresh is not None:
         why = f"honest copies of this job stay within {LIMIT:g} up to {allowed} local steps ({FILE})"
@@ -221,7 +221,7 @@ def _check_local_steps(config: JobConfig, fresh: Calibration | None, stale: bool
         why = f"without a calibration {allowed} are allowed; run boinc-train calibrate to measure how many may be"
     raise JobError(
         f"local_steps in [train] is {steps}, too many to be judged by agreement alone: {why}. Lower local_steps, or"
-        " set norm_bound = 3.0 and loss_probe = 0.9 in [validation]"
+        " set norm_bound = 3.0 and loss_probe = 0.9 in [trust]"
     )
 
 

@@ -16,8 +16,10 @@ from boinc_project.cli.errors import user_mistakes
 from boinc_project.cli.jobs import job, weights
 from boinc_project.cli.local import export, run
 from boinc_project.cli.project import build_app, serve
+from boinc_project.cli.simulate import simulate
 from boinc_project.cli.standard import doctor, install, uninstall
 from boinc_project.cli.status import status
+from boinc_project.cli.trust import trust
 from boinc_project.cli.tune import tune
 
 # With a file name in them these are about a path that the user gave or a folder the user changed.
@@ -61,5 +63,8 @@ def main() -> None:
     """Train PyTorch models on volunteers' computers through a BOINC project."""
 
 
-for command in (demo, serve, install, uninstall, doctor, build_app, job, status, weights, export, run, calibrate, tune):
+for command in (
+    demo, serve, install, uninstall, doctor, build_app, job, status, trust, weights, export, run, calibrate, simulate,
+    tune,
+):  # fmt: skip
     main.add_command(command)

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from boinc_project.contract import canonical
 from boinc_project.contract.canonical import Taker
-from boinc_project.contract.codecs import Codec, CodecSeed
+from boinc_project.contract.codecs import Codec, CodecSeed, Part
+from boinc_project.contract.downlink import MAX_DELTAS
 from boinc_project.contract.errors import ContractError
 
 FORMAT = "boinc-train-microtask"
@@ -55,6 +56,16 @@ class MicrotaskError(ContractError):
 def shard_file(number: int) -> str:
     """Open name of the number-th data shard of a microtask."""
     return f"shard_{number}.safetensors"
+
+
+def delta_file(number: int) -> str:
+    """Open name of the number-th delta after the keyframe in STATE_FILE (contract/downlink.py)."""
+    return f"delta_{number}.safetensors"
+
+
+def is_state(open_name: str) -> bool:
+    """Whether a file is part of the state: the keyframe, or a delta."""
+    return open_name == STATE_FILE or open_name.startswith("delta_")
 
 
 def smaller_graph_file(batch_size: int) -> str:
@@ -89,7 +100,8 @@ class Batch:
 class Microtask:
     """One piece of work, independent of who does it.
 
-    files            open name -> FileRef, for every file but the microtask itself
+    files            open name -> FileRef, for every file but the microtask itself; the state is STATE_FILE and the
+                     deltas after it, in order (contract/downlink.py)
     batch_size       static batch dimension of the graph; graphs of parts of it may travel along (smaller_batches)
     batches          one per step
     learning_rates   one per step (inner learning rate; unused by gradients)
@@ -125,6 +137,10 @@ class Microtask:
     @property
     def shard_count(self) -> int:
         return sum(1 for name in self.files if name.startswith("shard_"))
+
+    @property
+    def delta_count(self) -> int:
+        return sum(1 for name in self.files if is_state(name)) - 1
 
     @property
     def smaller_batches(self) -> tuple[int, ...]:
@@ -176,7 +192,9 @@ def essentials(text: str | bytes) -> Essentials:
     """Read these from a document of our own, which was checked when it was issued."""
     document = json.loads(text)
     seed = CodecSeed(document["seed"], document["base_version"], document["slot"])
-    codec = Codec(**document["codec"], seed=seed)
+    named = dict(document["codec"])
+    part = Part(**named.pop("part", {}))
+    codec = Codec(**named, part=part, seed=seed)
     return Essentials(document["mode"], len(document["batches"]), codec, document["files"][GRAPH_FILE]["sha256"])
 
 
@@ -227,11 +245,13 @@ def _from_document(take: Taker) -> Microtask:
 
 
 def _files(take: Taker, names: Mapping[str, Any]) -> dict[str, FileRef]:
-    if len(names) > MAX_SHARDS + 8:
+    if len(names) > MAX_SHARDS + MAX_DELTAS + 8:
         raise MicrotaskError(f"microtask names {len(names)} files", fault="too_large")
     found = {}
     shards = [name for name in names if name.startswith("shard_")]
+    deltas = sum(1 for name in names if is_state(name) and name != STATE_FILE)
     allowed = {GRAPH_FILE, OPTIMIZER_FILE, STATE_FILE, CONSTANTS_FILE} | {shard_file(k) for k in range(len(shards))}
+    allowed |= {delta_file(k) for k in range(min(deltas, MAX_DELTAS))}
     for name in names:
         if name not in allowed and not _SMALLER_GRAPH.fullmatch(name):
             raise MicrotaskError(f"microtask names an unknown file {name[:80]!r}", fault="file_name")

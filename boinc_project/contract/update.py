@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 
 from boinc_project.contract import canonical, tensorfile
-from boinc_project.contract.codecs import Array, Codec
+from boinc_project.contract.codecs import Array, Codec, CodecSeed
 from boinc_project.contract.errors import ContractError, InvalidResult
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.opset import TensorType
@@ -59,11 +59,18 @@ def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
 
 def file_types(types: Mapping[str, TensorType], codec: Codec) -> Mapping[str, FileTensor]:
     """Name -> type of every tensor in the file: the encoded ones replaced by their codes."""
-    return _file_form(tuple(types.items()), codec)[0]
+    return _file_form(tuple(types.items()), codec, _drawn(codec))[0]
+
+
+def _drawn(codec: Codec) -> CodecSeed | None:
+    """The seed, where the sizes of what travels depend on it."""
+    return codec.seed if codec.part.is_strided else None
 
 
 @functools.lru_cache(maxsize=64)  # the same for all updates of a job; a server asks for each of them
-def _file_form(types: tuple[tuple[str, TensorType], ...], codec: Codec) -> tuple[Mapping[str, FileTensor], int]:
+def _file_form(
+    types: tuple[tuple[str, TensorType], ...], codec: Codec, _seed: CodecSeed | None
+) -> tuple[Mapping[str, FileTensor], int]:
     """Types of the file's tensors, and the most bytes of an honest one before compression."""
     coded = {name: kind for name, kind in types if name.startswith(ENCODED_PREFIXES)}
     plain = {name: FileTensor(kind.dtype, kind.shape) for name, kind in types if name not in coded}
@@ -73,7 +80,7 @@ def _file_form(types: tuple[tuple[str, TensorType], ...], codec: Codec) -> tuple
 
 def max_update_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
     """No honest update file is larger: data, header, metadata, and zstd's worst expansion. In bytes."""
-    inside = _file_form(tuple(types.items()), codec)[1]
+    inside = _file_form(tuple(types.items()), codec, _drawn(codec))[1]
     return inside + inside // 128 + 1024 if codec.compression == "zstd" else inside
 
 
@@ -109,6 +116,15 @@ class OpenUpdate:
     def plain(self, name: str) -> Array:
         """A tensor that travels as it is (buffer/*, metric/*)."""
         return self.file[name]
+
+    def carries(self, name: str) -> bool:
+        """Whether anything of a tensor has travelled (codecs/part.py)."""
+        return not name.startswith(ENCODED_PREFIXES) or self.codec.carries(self.file, name, self.types[name])
+
+    @property
+    def part(self) -> int:
+        """Which part of the values has travelled: those of one part may be averaged with one another."""
+        return self.codec.part.index
 
     def pieces(self, name: str) -> Iterator[tuple[slice, Array]]:
         """(place in the flat tensor, its values), piece by piece; each is good until the next one is asked for."""

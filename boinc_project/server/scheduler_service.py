@@ -244,7 +244,7 @@ class SchedulerService:
 
     def reply_to(self, request: SchedulerRequest) -> SchedulerReply:
         """The same for one request that is a record already: what the simulator's hosts ask. Nothing is held."""
-        return self.db.serialized(lambda connection: self._handle(connection, request)[0], synced=False)
+        return self.db.serialized(lambda connection: self._handle(connection, request)[0])
 
     def _parsed(self, body: bytes) -> SchedulerRequest | RequestError:
         try:

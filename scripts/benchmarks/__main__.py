@@ -15,6 +15,10 @@ BENCHMARKS = {
     "agreement": "how far honest copies drift apart across numpy, PyTorch and OpenCL, and what must be told from them",
     "aggregate": "robust rules on 25 contributions of 300,000 numbers against byzfl's, one thread each",
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
+    "byzantine": "accuracy and accepted lies under attack: rules against byzfl's, and the whole system, simulated",
+    "churn": "goodput and loss when half of the simulated hosts leave for good",
+    "codec-training": "what each codec costs in training: the digits example with 8 hosts, against dense",
+    "codecs": "every codec on an update of 4 MB: speed, bytes a value, what is lost, how replicas part",
     "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
     "gemm": "matrix products on OpenCL against PyTorch, and the share of the device's peak that they reach",
     "generator": "workunits created per second, their inputs shared, on MariaDB",
@@ -31,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: scripts/bench NAME [options]; the names are:")
         for name, about in BENCHMARKS.items():
-            print(f"  {name.ljust(13)}{about}")
+            print(f"  {name.ljust(15)}{about}")
         return 0
     name, *rest = arguments
     if name not in BENCHMARKS:

@@ -290,6 +290,18 @@ def test_codec_that_a_deployed_app_version_lacks_is_named_before_any_workunit_ex
         assert create(project, job_folder).exit_code == 0
 
 
+def test_deltas_that_a_deployed_app_version_lacks_are_named_before_any_workunit_exists(
+    project: TinyProject, job_folder: Path
+) -> None:
+    path = project.tree.project_dir / "apps" / "gradient" / "1.0" / "x86_64-pc-linux-gnu" / ".operators.json"
+    known = {"operators": sorted(OPSET), "codecs": ["dense"]}
+    path.write_text(json.dumps(known))
+    edit(job_folder / "job.toml", "[optimizer]", "[supply]\nkeyframe_every = 4\n\n[optimizer]")
+    mistake(create(project, job_folder), "deltas of versions", "keyframe_every in [supply]")
+    path.write_text(json.dumps({**known, "deltas": True}))
+    assert create(project, job_folder).exit_code == 0
+
+
 def publish_newer(project: TinyProject, plan_class: str = "") -> None:
     """Version 1.1 with all operators, for the platform of version 1.0."""
     leaf = project.tree.project_dir / "apps" / "gradient" / "1.1" / f"x86_64-pc-linux-gnu{plan_class}"

@@ -288,8 +288,8 @@ def test_a_wrong_aggregation_gets_one_sentence(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_configuration_of_every_policy_survives_its_storage(name: str, tmp_path: Path) -> None:
-    if POLICIES[name].flow:
-        config = exported("diloco.toml", flow(name))[0].config
-    else:
-        config = exported("diloco.toml" if name == "diloco" else "job.toml")[0].config
+    changes = flow(name) if POLICIES[name].flow else (('policy = "diloco"', f'policy = "{name}"'),)
+    if POLICIES[name].parts_by:
+        changes = (*changes, ("[schedule]", "[aggregation]\nparts = 2\n[schedule]"))
+    config = exported("job.toml")[0].config if name == "sync" else exported("diloco.toml", changes)[0].config
     assert type(config).from_json(config.canonical_json(), config.folder) == config

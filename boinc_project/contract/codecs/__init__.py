@@ -16,16 +16,19 @@ always travel as they are, and so do buffers and metrics (update.py).
 
 from boinc_project.contract.codecs.codec import COMPRESSIONS, KINDS, PARAMETERS, VALUE_KINDS, Codec
 from boinc_project.contract.codecs.method import CODES_SUFFIX, SCALES_SUFFIX, Array, CodecSeed, Method
+from boinc_project.contract.codecs.part import PART_KINDS, Part
 
 __all__ = [
     "CODES_SUFFIX",
     "COMPRESSIONS",
     "KINDS",
     "PARAMETERS",
+    "PART_KINDS",
     "SCALES_SUFFIX",
     "VALUE_KINDS",
     "Array",
     "Codec",
     "CodecSeed",
     "Method",
+    "Part",
 ]

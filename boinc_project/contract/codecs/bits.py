@@ -14,7 +14,7 @@ def nibble_bytes(count: int) -> int:
 
 
 def pack_nibbles(codes: Array) -> Array:
-    """uint8 codes below 16, two a byte; an odd last one has zeros beside it."""
+    """Codes below 16 (of any type of one byte), two a byte; an odd last one has zeros beside it."""
     padded = np.zeros(2 * nibble_bytes(codes.size), np.uint8)
     padded[: codes.size] = codes
     return padded[0::2] | (padded[1::2] << np.uint8(4))

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Callable
 
 import numpy as np
 
 from boinc_project.contract.codecs import method
 from boinc_project.contract.codecs.method import Array, flat_float32
 
+ENCODED_AT_ONCE = 1 << 18
+
 
 def blocks_of(count: int, block: int) -> int:
     return -(-count // block)
 
 
-def in_blocks(array: Array, block: int) -> Array:
-    """The flat values as [blocks, block], the last block padded with zeros."""
+def coded(array: Array, block: int, code: Callable[[Array, int], tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Codes [n] of a byte each, and scales [blocks], some blocks at a time.
+
+    `code` makes both of values [some blocks, block] (the last block padded with zeros), given the place of the first.
+    """
     flat = flat_float32(array)
-    padded = np.zeros(blocks_of(flat.size, block) * block, dtype=np.float32)
-    padded[: flat.size] = flat
-    return padded.reshape(-1, block)
+    codes, scales = np.zeros(flat.size, np.int8), np.zeros(blocks_of(flat.size, block), np.float32)
+    some = max(1, ENCODED_AT_ONCE // block)
+    for first in range(0, scales.size, some):
+        start = first * block
+        part = flat[start : start + some * block]
+        grid = np.zeros((blocks_of(part.size, block), block), np.float32)
+        grid.reshape(-1)[: part.size] = part
+        made, scales[first : first + some] = code(grid, start)
+        codes[start : start + part.size] = made.reshape(-1)[: part.size]
+    return codes, scales
 
 
 def safe(scales: Array) -> Array:

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Callable
 
+import numpy as np
+
 from boinc_project.contract.canonical import Taker
 from boinc_project.contract.codecs.dct_top_k import DctTopK
 from boinc_project.contract.codecs.dense import Dense
 from boinc_project.contract.codecs.fp4 import Fp4
 from boinc_project.contract.codecs.int8 import Int8
 from boinc_project.contract.codecs.low_rank import LowRank
-from boinc_project.contract.codecs.method import MAX_BLOCK, Array, CodecSeed, Method
+from boinc_project.contract.codecs.method import MAX_BLOCK, Array, CodecSeed, Method, Shape, elements
+from boinc_project.contract.codecs.part import Part
 from boinc_project.contract.codecs.qsgd import Qsgd
 from boinc_project.contract.codecs.random_k import RandomK
 from boinc_project.contract.codecs.sign import Sign
@@ -52,6 +55,7 @@ class Codec:
     values       how those are coded, one of VALUE_KINDS
     levels       qsgd's s
     rank, iterations   low-rank's
+    part         which values of an update travel at all
     seed         what random numbers are drawn from; the microtask sets it, and no document of a codec holds it
     """
 
@@ -63,6 +67,7 @@ class Codec:
     levels: int = 7
     rank: int = 4
     iterations: int = 1
+    part: Part = field(default=Part())
     seed: CodecSeed = field(default=CodecSeed(), compare=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +77,7 @@ class Codec:
             raise ContractError(f"compression {self.compression!r} is unknown; use 'zstd' or 'none'", fault="codec")
         if self.values not in VALUE_KINDS:
             raise ContractError(f"values {self.values!r} are unknown; use one of {VALUE_KINDS}", fault="codec")
-        own = ("kind", "compression", "seed", *PARAMETERS[self.kind])
+        own = ("kind", "compression", "part", "seed", *PARAMETERS[self.kind])
         for each in fields(self):
             if each.name not in own and getattr(self, each.name) != each.default:
                 raise ContractError(f"codec {self.kind} has no {each.name}", fault="codec")
@@ -90,14 +95,15 @@ class Codec:
 
     def to_document(self) -> dict[str, Any]:
         names = ("kind", "compression", *PARAMETERS[self.kind])
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        return found if self.part.count == 1 else {**found, "part": self.part.to_document()}
 
     @staticmethod
     def from_document(take: Taker) -> Codec:
         kind = take.text("kind", 16)
         known = PARAMETERS.get(kind, ())
         if kind in PARAMETERS:
-            take.only("kind", "compression", *known)
+            take.only("kind", "compression", "part", *known)
         readers: Mapping[str, Callable[[], Any]] = {
             "block": lambda: take.integer("block", 1, MAX_BLOCK),
             "share": lambda: take.number("share", 0, 1),
@@ -107,52 +113,77 @@ class Codec:
             "iterations": lambda: take.integer("iterations", 0, 1 << 20),
         }
         given: dict[str, Any] = {name: readers[name]() for name in known}
-        return Codec(kind=kind, compression=take.text("compression", 8), **given)
+        part = Part.from_document(take.object("part")) if take.has("part") else Part()
+        return Codec(kind=kind, compression=take.text("compression", 8), part=part, **given)
 
     def encoded_types(self, types: Mapping[str, TensorType]) -> dict[str, FileTensor]:
         """Names and types of the tensors in the file for an update with these types."""
         found: dict[str, FileTensor] = {}
+        travelling = self.part.of_tensors(types)
         for name, kind in types.items():
-            if kind.dtype == CODED:
-                found.update({name + part: each for part, each in self.method.parts(kind.shape).items()})
-            else:
+            if kind.dtype != CODED:
                 found[name] = FileTensor(kind.dtype, kind.shape)
+            elif name in travelling:
+                inner = self.part.inner(kind.shape, name, self.seed)
+                found.update({name + part: each for part, each in self.method.parts(inner).items()})
         return found
 
     def encode(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """Update tensors -> file tensors."""
         found: dict[str, Array] = {}
+        travelling = self.part.of_tensors({n: TensorType(a.dtype.name, a.shape) for n, a in tensors.items()})
         for name, array in tensors.items():
-            method = self.method if array.dtype == CODED else AS_IT_IS
-            found.update({name + part: each for part, each in method.encode(array, name, self.seed).items()})
+            if array.dtype != CODED:
+                found[name] = array
+            elif name in travelling:
+                values = self.part.take(array, name, self.seed)
+                found.update({name + part: each for part, each in self.method.encode(values, name, self.seed).items()})
         return found
 
     def check(self, tensors: Mapping[str, Array], types: Mapping[str, TensorType]) -> None:
         """Refuse file tensors (already checked against `encoded_types`) with codes that mean nothing: InvalidResult."""
         for name, kind in types.items():
-            method, parts = self._of(tensors, name, kind)
-            method.check(parts, kind.shape, name)
+            if kind.dtype == CODED and self.carries(tensors, name, kind):
+                inner = self.part.inner(kind.shape, name, self.seed)
+                self.method.check(self._parts(tensors, name, inner), inner, name)
+
+    def carries(self, tensors: Mapping[str, Array], name: str, kind: TensorType) -> bool:
+        """Whether anything of a tensor of the update is among the file's tensors."""
+        inner = self.part.inner(kind.shape, name, self.seed)
+        return kind.dtype != CODED or all(name + part in tensors for part in self.method.parts(inner))
 
     def in_pieces(self, tensors: Mapping[str, Array], name: str, kind: TensorType) -> Iterator[tuple[slice, Array]]:
         """(place in the flat tensor, its values) until the tensor is complete: what `decode` gives, bit for bit.
 
-        The values are good until the next piece is asked for.
+        The values are good until the next piece is asked for. What does not travel is zero.
         """
-        method, parts = self._of(tensors, name, kind)
-        return method.pieces(parts, kind.shape, name, self.seed)
+        if kind.dtype != CODED:
+            return AS_IT_IS.pieces({"": tensors[name]}, kind.shape, name, self.seed)
+        if not self.carries(tensors, name, kind):
+            return AS_IT_IS.pieces({"": np.zeros(kind.shape, np.float32)}, kind.shape, name, self.seed)
+        inner = self.part.inner(kind.shape, name, self.seed)
+        parts = self._parts(tensors, name, inner)
+        if not self.part.is_strided:
+            return self.method.pieces(parts, inner, name, self.seed)
+        return self.part.spread(self.method.decode(parts, inner, name, self.seed), kind.shape, name, self.seed)
 
     def decode(self, tensors: Mapping[str, Array], types: Mapping[str, TensorType]) -> dict[str, Array]:
         """File tensors (already checked) -> update tensors of these types."""
         found: dict[str, Array] = {}
         for name, kind in types.items():
-            method, parts = self._of(tensors, name, kind)
-            found[name] = method.decode(parts, kind.shape, name, self.seed)
+            if kind.dtype != CODED:
+                found[name] = tensors[name]
+            elif self.part.count == 1:
+                found[name] = self.method.decode(self._parts(tensors, name, kind.shape), kind.shape, name, self.seed)
+            else:
+                whole = np.zeros(elements(kind.shape), np.float32)
+                for where, values in self.in_pieces(tensors, name, kind):
+                    whole[where] = values
+                found[name] = whole.reshape(kind.shape)
         return found
 
-    def _of(self, tensors: Mapping[str, Array], name: str, kind: TensorType) -> tuple[Method, dict[str, Array]]:
-        """How a tensor of the update was coded, and its parts in the file."""
-        method = self.method if kind.dtype == CODED else AS_IT_IS
-        return method, {part: tensors[name + part] for part in method.parts(kind.shape)}
+    def _parts(self, tensors: Mapping[str, Array], name: str, inner: Shape) -> dict[str, Array]:
+        return {part: tensors[name + part] for part in self.method.parts(inner)}
 
 
 @lru_cache(maxsize=64)

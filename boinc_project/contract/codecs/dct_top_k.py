@@ -96,16 +96,20 @@ class DctTopK(Method):
         tiling = Tiling.of(array.shape)
         h, w, down, across = tiling.height, tiling.width, tiling.down, tiling.across
         flat = flat_float32(array)
-        padded = np.zeros((down * h, across * w), np.float32)
-        if len(array.shape) > 1:
-            padded[: tiling.rows, : tiling.columns] = flat.reshape(tiling.rows, tiling.columns)
-        else:
-            padded.reshape(-1)[: flat.size] = flat
-        tiles = padded.reshape(down, h, across, w).transpose(0, 2, 1, 3)
-        spectrum = (dct(h).astype(np.float32) @ tiles @ dct(w).T.astype(np.float32)).reshape(down * across, h * w)
-        indices = largest(np.ascontiguousarray(spectrum), self.kept(tiling))
-        values = np.take_along_axis(spectrum, indices, 1).reshape(-1)
-        return {INDICES_SUFFIX: pack_indices(indices.reshape(-1)), **self.values.encode(values, name, seed)}
+        indices = np.zeros((down, across, self.kept(tiling)), np.int16)
+        values = np.zeros(indices.shape, np.float32)
+        left, right = dct(h).astype(np.float32), dct(w).T.astype(np.float32)
+        for strip in range(down):
+            part = flat[strip * h * tiling.columns : (strip + 1) * h * tiling.columns]
+            rows = np.zeros((h, tiling.columns), np.float32)
+            rows.reshape(-1)[: part.size] = part
+            tiles = np.zeros((h, across * w), np.float32)
+            tiles[:, : tiling.columns] = rows
+            spectrum = (left @ tiles.reshape(h, across, w).transpose(1, 0, 2) @ right).reshape(across, h * w)
+            indices[strip] = largest(spectrum, self.kept(tiling))
+            values[strip] = np.take_along_axis(spectrum, indices[strip], 1)
+        packed = pack_indices(indices.reshape(-1))
+        return {INDICES_SUFFIX: packed, **self.values.encode(values.reshape(-1), name, seed)}
 
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:
         tiling, count = Tiling.of(shape), elements(shape)
@@ -151,11 +155,10 @@ def inverse_dct(spectrum: Array) -> Array:
     In whole numbers: coefficients below 2^23 (in units of their tile), the matrix up to 2^20, and sums of 64 products
     stay below 2^53, so that float64 holds every one of them exactly.
     """
-    shift = _COEFFICIENT_BITS - np.frexp(np.abs(spectrum).max(axis=(1, 2)))[1][:, None, None]
-    fixed = np.rint(np.ldexp(spectrum.astype(np.float64), shift))
-    columns = np.rint(fixed_dct(spectrum.shape[1]).T @ fixed / _DCT_ONE)
-    whole = columns @ fixed_dct(spectrum.shape[2]) / _DCT_ONE
-    found: Array = np.ldexp(whole, -shift).astype(np.float32)
+    unit = np.ldexp(1.0, np.frexp(np.abs(spectrum).max(axis=(1, 2)))[1] - _COEFFICIENT_BITS)[:, None, None]
+    fixed = np.rint(spectrum / unit)  # a power of two: nothing but rint rounds
+    columns = np.rint(fixed_dct(spectrum.shape[1]).T @ fixed * (1 / _DCT_ONE))
+    found: Array = (columns @ fixed_dct(spectrum.shape[2]) * (unit / _DCT_ONE)).astype(np.float32)
     return found
 
 

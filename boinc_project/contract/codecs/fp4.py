@@ -15,7 +15,7 @@ import numpy as np
 
 from boinc_project.contract.codecs import method
 from boinc_project.contract.codecs.bits import last_nibble_is_free, nibble_bytes, nibble_table, pack_nibbles
-from boinc_project.contract.codecs.blocks import blocks_of, in_blocks, safe
+from boinc_project.contract.codecs.blocks import blocks_of, coded, safe
 from boinc_project.contract.codecs.method import (
     CODES_SUFFIX,
     SCALES_SUFFIX,
@@ -53,11 +53,8 @@ class Fp4(Method):
         }
 
     def encode(self, array: Array, name: str, seed: CodecSeed) -> dict[str, Array]:
-        grid = in_blocks(array, self.block)
-        scales = np.abs(grid).max(axis=1, initial=0.0).astype(np.float32)
-        codes = nearest(np.abs(grid) / safe(scales))
-        codes |= ((grid < 0) & (codes > 0)).astype(np.uint8) << np.uint8(3)
-        return {CODES_SUFFIX: pack_nibbles(codes.reshape(-1)[: array.size]), SCALES_SUFFIX: scales}
+        codes, scales = coded(array, self.block, _rounded)
+        return {CODES_SUFFIX: pack_nibbles(codes), SCALES_SUFFIX: scales}
 
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:
         return halves(parts[CODES_SUFFIX], parts[SCALES_SUFFIX], elements(shape), self.block, _VALUES)
@@ -68,6 +65,12 @@ class Fp4(Method):
 
     def spread(self, distance: float) -> float:
         return rounded_apart(distance, 0.7)  # codes near the root mean square are half of it to all of it apart
+
+
+def _rounded(grid: Array, start: int) -> tuple[Array, Array]:
+    scales = np.abs(grid).max(axis=1, initial=0.0).astype(np.float32)
+    codes = nearest(np.abs(grid) / safe(scales))
+    return codes | (((grid < 0) & (codes > 0)).astype(np.uint8) << np.uint8(3)), scales
 
 
 def nearest(ratios: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from boinc_project.contract.codecs.blocks import blocks_of, in_blocks, safe, scaled
+from boinc_project.contract.codecs.blocks import blocks_of, coded, safe, scaled
 from boinc_project.contract.codecs.method import (
     CODES_SUFFIX,
     MAX_BLOCK,
@@ -46,14 +46,18 @@ class Int8(Method):
         }
 
     def encode(self, array: Array, name: str, seed: CodecSeed) -> dict[str, Array]:
-        grid = in_blocks(array, self.block)
-        scales = (np.abs(grid).max(axis=1, initial=0.0) / np.float32(127)).astype(np.float32)
-        codes = np.clip(np.rint(grid / safe(scales)), -127, 127).astype(np.int8)
-        codes[scales == 0] = 0
-        return {CODES_SUFFIX: codes.reshape(-1)[: array.size].copy(), SCALES_SUFFIX: scales}
+        codes, scales = coded(array, self.block, _quantised)
+        return {CODES_SUFFIX: codes, SCALES_SUFFIX: scales}
 
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:
         return scaled(parts[CODES_SUFFIX], parts[SCALES_SUFFIX], self.block)
 
     def spread(self, distance: float) -> float:
         return rounded_apart(distance, 4 / 127)  # the largest of a block is some four times the root mean square
+
+
+def _quantised(grid: Array, start: int) -> tuple[Array, Array]:
+    scales = (np.abs(grid).max(axis=1, initial=0.0) / np.float32(127)).astype(np.float32)
+    codes = np.clip(np.rint(grid / safe(scales)), -127, 127).astype(np.int8)
+    codes[scales == 0] = 0
+    return codes, scales

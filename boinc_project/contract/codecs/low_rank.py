@@ -40,7 +40,7 @@ from boinc_project.contract.codecs.method import (
 from boinc_project.contract.tensorfile import FileTensor
 
 P_SUFFIX, Q_SUFFIX = "#p", "#q"
-MAX_RANK = 1024
+MAX_RANK = 256
 _ROUNDING = 1e-6  # of a column: what is left of it below that is rounding of float32, not a direction
 
 
@@ -86,8 +86,10 @@ class LowRank(Method):
         """Q: orthonormal columns, float32 [columns, rank], the same bits on every computer."""
         key = seed.shared_key(self.kind, name)
         # The sum of four uniform numbers is near enough to a normal one, and exact: no logarithm whose bits vary.
-        drawn = philox.uniform(key, 0, 0, 4 * columns * self.rank).astype(np.float64)
-        return orthonormal(drawn.reshape(columns, self.rank, 4).sum(axis=2) - 2).astype(np.float32)
+        normal = np.full((columns, self.rank), -2.0)
+        for stream in range(4):
+            normal += philox.uniform(key, 0, stream, normal.size).reshape(normal.shape)
+        return orthonormal(normal).astype(np.float32)
 
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:
         if not self.saves(shape):

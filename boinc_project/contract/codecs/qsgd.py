@@ -16,7 +16,7 @@ import numpy as np
 
 from boinc_project.contract import philox
 from boinc_project.contract.codecs.bits import last_nibble_is_free, nibble_bytes, nibble_table, pack_nibbles
-from boinc_project.contract.codecs.blocks import blocks_of, in_blocks, safe, scaled
+from boinc_project.contract.codecs.blocks import blocks_of, coded, safe, scaled
 from boinc_project.contract.codecs.fp4 import halves
 from boinc_project.contract.codecs.method import (
     CODES_SUFFIX,
@@ -55,15 +55,19 @@ class Qsgd(Method):
         return {CODES_SUFFIX: codes, SCALES_SUFFIX: FileTensor("float32", (blocks_of(count, self.block),))}
 
     def encode(self, array: Array, name: str, seed: CodecSeed) -> dict[str, Array]:
-        grid = in_blocks(array, self.block)
-        norms = np.sqrt((grid.astype(np.float64) ** 2).sum(axis=1))
-        scales = (norms / self.levels).astype(np.float32)
-        drawn = philox.uniform(seed.key("qsgd", name), 0, 0, grid.size).reshape(grid.shape)
-        codes = np.floor(np.abs(grid) / safe(scales) + drawn)
-        codes = np.copysign(np.minimum(codes, self.levels), grid).astype(np.int8)
-        codes[scales == 0] = 0
-        flat = codes.reshape(-1)[: array.size]
-        packed = pack_nibbles(flat.view(np.uint8) & np.uint8(15)) if self.levels <= 7 else flat.copy()
+        key = seed.key(self.kind, name)
+
+        def rounded(grid: Array, start: int) -> tuple[Array, Array]:
+            norms = np.sqrt((grid.astype(np.float64) ** 2).sum(axis=1))
+            scales = (norms / self.levels).astype(np.float32)
+            drawn = philox.uniform(key, 0, 0, grid.size, start).reshape(grid.shape)
+            codes = np.floor(np.abs(grid) / safe(scales) + drawn)
+            codes = np.copysign(np.minimum(codes, self.levels), grid).astype(np.int8)
+            codes[scales == 0] = 0
+            return codes, scales
+
+        codes, scales = coded(array, self.block, rounded)
+        packed = pack_nibbles(codes.view(np.uint8) & np.uint8(15)) if self.levels <= 7 else codes
         return {CODES_SUFFIX: packed, SCALES_SUFFIX: scales}
 
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:

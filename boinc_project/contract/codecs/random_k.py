@@ -4,7 +4,7 @@ Random masks of Konečný et al. 2016 (https://arxiv.org/abs/1610.05492, section
 (https://arxiv.org/abs/1809.07599), with the factor that makes it unbiased: E[C(x)] = x and
 E||C(x) - x||^2 = (d/k - 1) ||x||^2. The values are cut into k runs of d/k, and one of each run is chosen: every value
 is chosen with the same probability as by k draws from all of them, both moments are the same, and no list of d numbers
-has to be shuffled. Each slot draws a mask of its own. Tensors of fewer than 256 values go whole. The values may be
+has to be shuffled. Each slot draws a mask of its own. Tensors of fewer than 64 values go whole. The values may be
 coded themselves (`values`): then the error of that comes on top, times d / k.
 """
 
@@ -33,7 +33,7 @@ from boinc_project.contract.codecs.method import (
 from boinc_project.contract.tensorfile import FileTensor
 
 RUNS_AT_ONCE = 1 << 14
-LEAST_ELEMENTS = 256  # below, a tensor's share would be a handful of values, each multiplied by d / k
+LEAST_ELEMENTS = 64  # below, a tensor's share would be a handful of values, each multiplied by d / k
 
 
 @dataclass(frozen=True)

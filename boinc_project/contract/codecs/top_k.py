@@ -35,6 +35,7 @@ from boinc_project.contract.tensorfile import FileTensor
 
 INDICES_SUFFIX = "#indices"
 CHUNK = 4096
+AT_ONCE = 64  # chunks in which the largest are looked for together
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class TopK(Method):
         flat = flat_float32(array)
         whole, kept, _, rest_kept = self.chunks(array.shape)
         grid, rest = flat[: whole * CHUNK].reshape(whole, CHUNK), flat[whole * CHUNK :][None]
-        found = [(grid, largest(grid, kept)), (rest, largest(rest, rest_kept))]
+        parts = [(grid[first : first + AT_ONCE], kept) for first in range(0, whole, AT_ONCE)] + [(rest, rest_kept)]
+        found = [(rows, largest(rows, count)) for rows, count in parts]
         indices = np.concatenate([each.reshape(-1) for _, each in found])
         values = np.concatenate([np.take_along_axis(rows, each, 1).reshape(-1) for rows, each in found])
         return {INDICES_SUFFIX: pack_indices(indices), **self.values.encode(values, name, seed)}
@@ -98,9 +100,9 @@ class TopK(Method):
 def chosen_apart(distance: float, values: Method) -> float:
     """What choosing the largest makes of a distance: of two values at the edge either may be sent, in full.
 
-    The step (see `rounded_apart`) of 4 is measured, for shares of 1/64 of normally distributed values.
+    The step (see `rounded_apart`) of 2 is measured: 1.9 for shares of 1/64 and 1/16 of normally distributed values.
     """
-    return math.hypot(rounded_apart(distance, 4.0), values.spread(distance))
+    return math.hypot(rounded_apart(distance, 2.0), values.spread(distance))
 
 
 def sparse_parts(values: Method, count: int) -> dict[str, FileTensor]:
@@ -108,13 +110,13 @@ def sparse_parts(values: Method, count: int) -> dict[str, FileTensor]:
 
 
 def largest(rows: Array, count: int) -> Array:
-    """Of each row of float32 numbers the `count` of largest magnitude: their places [rows, count], ascending."""
+    """Of each row of at most 4096 float32 numbers the `count` of largest magnitude: places [rows, count], ascending."""
     size = rows.shape[1]
     if count >= size:
-        return np.broadcast_to(np.arange(size), rows.shape)
+        return np.broadcast_to(np.arange(size, dtype=np.int16), rows.shape)
     # The bits of a positive number rise with it; with the place below them no two are equal, and the first wins.
     ranks = np.abs(rows).view(np.uint32).astype(np.int64) * size + np.arange(size - 1, -1, -1)
-    return np.sort(np.argpartition(ranks, size - count, axis=1)[:, size - count :], axis=1)
+    return np.sort(np.argpartition(ranks, size - count, axis=1)[:, size - count :], axis=1).astype(np.int16)
 
 
 def checked_indices(parts: Parts, count: int, place: str) -> Array:

@@ -12,7 +12,7 @@ from boinc_project.calibration import record
 from boinc_project.calibration.record import Calibration, LocalSteps
 from boinc_project.calibration.spread import Band, Noise
 from boinc_project.contract.errors import ContractError
-from boinc_project.job_config import JobConfig, JobError, ValidationSection
+from boinc_project.job_config import JobConfig, JobError, TrustSection
 from tests.tiny_project import exported
 
 BAND = Band(5, 21, 1e-7, 2e-7, 3e-7, "delta/0.weight", {"delta": 3e-7, "metric": 1e-8}, {"tf32": 4e-4, "half": 0.7})
@@ -135,8 +135,8 @@ def test_sync_jobs_have_no_limit_of_steps() -> None:
 def test_norm_bound_and_loss_probe_together_allow_any_number_of_steps() -> None:
     job = config(400)
     for norm, probe in ((3.0, 0.0), (0.0, 0.9)):
-        one = dataclasses.replace(job, validation=ValidationSection(norm_bound=norm, loss_probe=probe))
+        one = dataclasses.replace(job, trust=TrustSection(norm_bound=norm, loss_probe=probe))
         with pytest.raises(JobError, match=r"norm_bound = 3\.0 and loss_probe = 0\.9"):
             record.check(one, binding(one), None)
-    both = dataclasses.replace(job, validation=ValidationSection(norm_bound=3.0, loss_probe=0.9))
+    both = dataclasses.replace(job, trust=TrustSection(norm_bound=3.0, loss_probe=0.9))
     assert record.check(both, binding(both), None) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -25,7 +26,7 @@ from boinc_project.contract.codecs.random_k import chosen
 from boinc_project.contract.codecs.top_k import largest
 from boinc_project.contract.errors import ContractError, InvalidResult
 from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import FORMAT, open_update, read_update, write_update
+from boinc_project.contract.update import FORMAT, judged_metrics, open_update, read_update, write_update
 
 CODECS = [
     Codec("dense"),
@@ -148,6 +149,7 @@ def test_an_update_is_written_and_read_with_every_codec(codec: Codec) -> None:
     data = write_update(tensors, types, {"microtask": "m"}, codec)
     whole = read_update(data, types, codec, "m").tensors
     opened = open_update(data, types, codec, "m")
+    assert judged_metrics(data, codec)["metric/loss"].tolist() == [1, 1, 1]
     for name in tensors:
         pieces = np.concatenate([np.array(values) for _, values in opened.pieces(name)])
         assert pieces.tobytes() == whole[name].tobytes()
@@ -443,3 +445,21 @@ def test_parts_that_decode_beyond_all_bounds_are_refused(codec: Codec) -> None:
     with pytest.raises(InvalidResult) as caught:
         read_update(data, types_of(tensors), codec, "m")
     assert caught.value.fault == "not_finite"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_encoding_nor_decoding_in_pieces_needs_a_second_copy_of_a_large_tensor(kind: str) -> None:
+    array, codec = normal(1024, 2048), Codec(kind)
+    tracemalloc.start()
+    try:
+        coded = codec.encode({"delta/w": array})
+        encoding = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in codec.in_pieces(coded, "delta/w", TensorType("float32", array.shape)):
+            pass
+        decoding = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert encoding < 1.3 * array.nbytes
+    assert decoding < 0.8 * array.nbytes

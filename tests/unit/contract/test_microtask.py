@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from boinc_project.contract.codecs import CodecSeed
 from boinc_project.contract.errors import ContractError
-from boinc_project.contract.microtask import MICROTASK_FILE, Microtask, MicrotaskError
+from boinc_project.contract.microtask import MICROTASK_FILE, Microtask, MicrotaskError, essentials
 from tests.mutations import VALUES, paths, replaced
 from tests.tiny_microtask import microtask_files
 
@@ -126,3 +128,29 @@ def test_microtasks_with_a_damaged_byte_raise_contract_errors_or_are_read(place:
     damaged[place] = byte
     with contextlib.suppress(ContractError):
         Microtask.from_json(bytes(damaged))
+
+
+def with_deltas(*numbers: int) -> bytes:
+    """The document with further state files of these numbers."""
+    document = json.loads(TEXT)
+    document["files"].update({f"delta_{n}.safetensors": {"sha256": "0" * 64, "size": 1} for n in numbers})
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize(("numbers", "count"), [((), 0), ((0,), 1), (tuple(range(31)), 31)])
+def test_deltas_after_the_keyframe_are_counted(numbers: tuple[int, ...], count: int) -> None:
+    assert Microtask.from_json(with_deltas(*numbers)).delta_count == count
+
+
+@pytest.mark.parametrize("numbers", [(1,), (0, 2), tuple(range(32))])
+def test_deltas_with_a_gap_or_too_many_are_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(MicrotaskError) as caught:
+        Microtask.from_json(with_deltas(*numbers))
+    assert caught.value.fault == "file_name"
+
+
+def test_a_codec_draws_by_its_microtask_s_seed_version_and_slot_wherever_it_is_read() -> None:
+    microtask = Microtask.from_json(TEXT)
+    moved = replace(microtask, slot=5, base_version=7)
+    assert moved.codec.seed == CodecSeed(microtask.seed, 7, 5)
+    assert essentials(moved.to_json()).codec.seed == Microtask.from_json(moved.to_json()).codec.seed == moved.codec.seed

@@ -16,6 +16,7 @@ UNIT = {
     "min_quorum": 2,
     "target_nresults": 2,
     "max_success_results": 4,
+    "max_total_results": 12,
     "error_mask": 0,
 }
 GOOD, INVALID, TRANSIENT = (Sanity.GOOD, ""), (Sanity.INVALID, "bad file (truncated)"), (Sanity.TRANSIENT, "disk away")
@@ -37,6 +38,7 @@ def run(
     values: Mapping[int, float] | None = None,
     sanity: Mapping[int, tuple[Sanity, str]] | None = None,
     voters: Mapping[int, Any] | None = None,
+    known: Mapping[str, Any] | None = None,
     **unit: Any,
 ) -> Decision:
     """Decide when the copies' contents are these numbers, which agree within 1."""
@@ -46,7 +48,7 @@ def run(
     good = sorted(i for i, (kind, _) in read.items() if kind == Sanity.GOOD)
     distances = {(i, j): abs(values.get(i, 0.0) - values.get(j, 0.0)) for i, j in itertools.combinations(good, 2)}
     who = {int(r["id"]): (voters or {}).get(int(r["id"]), f"user {r['id']}") for r in results}
-    return decide(Evidence(workunit, results, read, distances, 1.0, who))
+    return decide(Evidence(workunit, results, read, distances, 1.0, who, **(known or {})))
 
 
 CANONICAL = {"canonical_resultid": 1}
@@ -222,3 +224,128 @@ def test_the_decision_does_not_depend_on_the_order_of_the_rows(order: tuple[int,
     rows = {i: row(i) for i in (1, 2, 3)}
     values = {1: 0.0, 2: 0.9, 3: 1.8}
     assert run([rows[i] for i in order], values) == run([rows[1], rows[2], rows[3]], values)
+
+
+# --- one copy that may be enough --------------------------------------------------------------------------------------
+
+ONE = {"min_quorum": 1, "target_nresults": 1}
+
+
+def test_a_copy_that_may_stand_alone_is_canonical() -> None:
+    found = run([row(1)], known={"not_alone": {1: ""}}, **ONE)
+    assert found.canonical == 1 and found.results[1] == ResultChange(ValidateState.VALID, alone=True)
+
+
+def test_a_copy_that_may_not_stand_alone_raises_quorum_and_copies_in_the_row() -> None:
+    found = run([row(1)], known={"not_alone": {1: "an audit"}}, **ONE)
+    assert found.canonical is None and found.results == {1: INCONCLUSIVE}
+    assert found.workunit == {
+        "need_validate": 0, "min_quorum": 2, "target_nresults": 2, "transition_time": SOON,
+    }  # fmt: skip
+    assert "an audit" in found.note
+
+
+def test_a_second_copy_under_way_is_not_asked_for_twice() -> None:
+    found = run([row(1)], known={"not_alone": {1: "an audit"}}, min_quorum=1, target_nresults=2)
+    assert found.workunit == {"need_validate": 0, "min_quorum": 2, "target_nresults": 2}
+
+
+@pytest.mark.parametrize("apart", [0.0, 9.0])
+def test_two_copies_that_are_there_must_agree_even_if_each_might_stand_alone(apart: float) -> None:
+    found = run([row(1), row(2)], {2: apart}, known={"not_alone": {1: "", 2: ""}}, **ONE)
+    assert (found.canonical is not None) is (apart == 0)
+    assert not any(change.alone for change in found.results.values())
+    if apart:
+        assert (found.workunit["min_quorum"], found.workunit["target_nresults"]) == (2, 3)
+
+
+def test_a_job_s_own_quorum_of_one_is_left_alone_without_adaptive_replication() -> None:
+    found = run([row(1)], **ONE)
+    assert found.canonical == 1 and not found.results[1].alone
+
+
+def test_a_second_invalid_copy_leaves_the_first_to_stand_alone_or_not() -> None:
+    found = run([row(1), row(2)], sanity={2: INVALID}, known={"not_alone": {1: "an audit"}}, **ONE)
+    assert found.canonical is None and found.workunit["min_quorum"] == 2
+    assert found.workunit["transition_time"] == SOON
+
+
+# --- what the server computes itself ----------------------------------------------------------------------------------
+
+
+def test_a_workunit_that_is_drawn_writes_nothing_until_the_server_has_computed_it() -> None:
+    found = run([row(1), row(2)], known={"check": "drawn"})
+    assert found == Decision(replay="drawn")
+
+
+def test_a_drawn_workunit_without_agreement_is_not_computed_yet() -> None:
+    found = run([row(1), row(2)], {2: 9.0}, known={"check": "drawn"})
+    assert found.replay == "" and found.workunit["target_nresults"] == 3
+
+
+def test_the_server_s_computation_decides_over_any_majority() -> None:
+    replayed = {1: 9.0, 2: 9.0, 3: 0.5, 4: HONEST_DISTANCE}
+    results = [row(i) for i in (1, 2, 3)]
+    found = run(results, {1: 9.0, 2: 9.0}, known={"replayed": replayed, "check": "drawn"})
+    assert found.canonical == 3 and found.retire_unsent
+    assert found.workunit == {**WON, "canonical_resultid": 3}
+    assert [found.results[i].refuted for i in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_copy_near_the_server_s_computation_differs_and_is_not_refuted() -> None:
+    found = decide(
+        Evidence(UNIT, [row(1), row(2)], {1: GOOD, 2: GOOD}, {(1, 2): 0.02}, 0.001, {1: "a", 2: "b"},
+                 replayed={1: 0.02, 2: 0.0005})
+    )  # fmt: skip
+    assert found.canonical == 2
+    assert (found.results[1].differs, found.results[1].refuted) == (True, False)
+
+
+def test_the_copy_nearest_to_the_server_s_computation_is_canonical_and_a_tie_goes_to_the_smaller_id() -> None:
+    assert run([row(1), row(2)], known={"replayed": {1: 0.4, 2: 0.3}}).canonical == 2
+    assert run([row(1), row(2)], known={"replayed": {1: 0.3, 2: 0.3}}).canonical == 1
+
+
+def test_if_no_copy_is_what_the_server_computed_all_are_invalid_and_more_are_made() -> None:
+    found = run([row(1), row(2)], known={"replayed": {1: 9.0, 2: 9.0}})
+    assert found.canonical is None and found.workunit == {"need_validate": 0, "transition_time": SOON}
+    assert {change.validate_state for change in found.results.values()} == {ValidateState.INVALID}
+
+
+DISPUTES = {"disputes": True}
+
+
+def test_two_camps_with_the_votes_and_copies_beyond_the_limit_go_to_the_server() -> None:
+    camps = run([row(i) for i in (1, 2, 3, 4)], {3: 9.0, 4: 9.0}, known=DISPUTES, max_success_results=9)
+    assert "two camps" in camps.replay
+    limit = run([row(i) for i in (1, 2, 3, 4)], {i: 9.0 * i for i in (1, 2, 3, 4)}, known=DISPUTES)
+    assert limit == Decision(replay="4 copies do not agree")
+    errors = [row(i, outcome=Outcome.CLIENT_ERROR) for i in range(3, 13)]
+    total = run([row(1), row(2), *errors], {2: 9.0}, known=DISPUTES)
+    assert "no more than 12 copies" in total.replay
+
+
+def test_an_ordinary_disagreement_asks_for_one_more_copy_before_the_server_is_asked() -> None:
+    found = run([row(1), row(2)], {2: 9.0}, known=DISPUTES)
+    assert found.replay == "" and found.workunit["target_nresults"] == 3
+
+
+# --- late copies beside a canonical file that is gone -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("apart", "expected"),
+    [(1.0, ValidateState.VALID), (1.01, ValidateState.INVALID), (None, ValidateState.TOO_LATE)],
+)
+def test_a_late_copy_is_judged_by_the_fingerprint_where_that_is_clear(
+    apart: float | None, expected: ValidateState
+) -> None:
+    known = {"estimates": {} if apart is None else {3: apart}}
+    found = run([row(1, ValidateState.VALID), row(3)], sanity={1: INVALID}, known=known, **CANONICAL)
+    assert found.results[3].validate_state == expected and found.results[3].outcome is None
+
+
+def test_between_tolerance_and_honest_distance_the_fingerprint_says_nothing() -> None:
+    results = [row(1, ValidateState.VALID), row(3)]
+    evidence = Evidence({**UNIT, **CANONICAL}, results, {1: INVALID, 3: GOOD}, {}, 1e-4, {3: "c"}, {3: 0.01})
+    assert decide(evidence).results[3].validate_state == ValidateState.TOO_LATE

@@ -16,6 +16,7 @@ from boinc_project.states import ErrorMask, Outcome, ServerState, ValidateState
 from tests.tiny_project import TinyProject, tiny_project
 from validator import loss_probe, norm_bound
 from validator.__main__ import Validator
+from validator.decision import Decision, Evidence, doubted
 
 # --- the norm bound ---------------------------------------------------------------------------------------------------
 
@@ -152,3 +153,8 @@ def test_copies_that_agreement_would_refuse_are_not_judged_by_a_doubtful_update(
     judged(project)
     over = project.rows(database.result, server_state=int(ServerState.OVER), outcome=int(Outcome.SUCCESS))
     assert len(over) == 6 and {row["validate_state"] for row in over} == {int(ValidateState.INCONCLUSIVE)}
+
+
+def test_a_doubtful_update_is_computed_by_the_server_where_the_job_has_it_settle_disputes() -> None:
+    evidence = Evidence({"min_quorum": 2}, [], {}, {}, 1e-3, {}, disputes=True)
+    assert doubted(evidence, Decision(canonical=7), "it is too long") == Decision(replay="it is too long")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,10 @@ import pytest
 import sqlalchemy as sa
 
 from boinc_project import database, store
-from boinc_project.contract.update import read_update, update_types, write_update
 from boinc_project.gt_tables import gt_fingerprint, gt_trust
 from boinc_project.states import ServerState
 from tests.tiny_project import TinyProject, tiny_project
+from tests.trusting import gradients_of, with_gradients
 from validator import traces
 from validator.copies import same_file
 
@@ -98,8 +98,8 @@ def test_the_same_gradient_sent_for_another_microtask_is_named_also_by_a_validat
     for result in of_unit[units[0]]:
         project.answer(result)
     judged(project)
-    old = _gradients(project, project.unit_of(of_unit[units[0]][0]))
-    stale = _with_gradients(project, project.unit_of(of_unit[units[1]][0]), lambda n: -2.0 * old[n])
+    old = gradients_of(project, project.unit_of(of_unit[units[0]][0]))
+    stale = with_gradients(project, project.unit_of(of_unit[units[1]][0]), lambda n: -2.0 * old[n])
     project.answer(of_unit[units[1]][0], stale, user=1)
     project.answer(of_unit[units[1]][1], user=2)
     judged(project)
@@ -118,31 +118,12 @@ def test_the_server_s_own_step_sent_as_a_gradient_is_named(
     with project.db.read() as connection:
         rows = store.versions(connection, job.id)
     before, after = (job.folder.read_state(int(r["version"]), str(r["state_sha256"])) for r in rows)
-    step = _with_gradients(project, project.unit_of(results[0]), lambda n: 7.0 * (after[n] - before[n]))
+    step = with_gradients(project, project.unit_of(results[0]), lambda n: 7.0 * (after[n] - before[n]))
     project.answer(results[0], step)
     project.answer(results[1])
     judged(project)
     (line,) = [r.message for r in caplog.records if "looks copied" in r.message]
     assert line.endswith("it is a multiple of the public step from version 0 to 1")
-
-
-def _with_gradients(project: TinyProject, unit: dict[str, Any], gradient_of: Callable[[str], Any]) -> bytes:
-    """The honest update with other gradients, by the names of their parameters."""
-    microtask = project.microtask_of(unit["name"])
-    types = update_types(project.job.folder.gradient_graph, microtask.mode, microtask.steps)
-    found = read_update(project.honest_update(unit), types, microtask.codec, microtask.digest())
-    tensors = {
-        n: gradient_of(n.replace("gradient/", "parameter/")).astype(a.dtype) if n.startswith("gradient/") else a
-        for n, a in found.tensors.items()
-    }
-    return write_update(tensors, types, found.metadata, microtask.codec)
-
-
-def _gradients(project: TinyProject, unit: dict[str, Any]) -> dict[str, Any]:
-    microtask = project.microtask_of(unit["name"])
-    types = update_types(project.job.folder.gradient_graph, microtask.mode, microtask.steps)
-    found = read_update(project.honest_update(unit), types, microtask.codec, microtask.digest())
-    return {n.replace("gradient/", "parameter/"): a for n, a in found.tensors.items()}
 
 
 def test_honest_rounds_look_copied_to_nobody(project: TinyProject, caplog: pytest.LogCaptureFixture) -> None:

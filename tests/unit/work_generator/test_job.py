@@ -390,3 +390,32 @@ def test_a_pretrained_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> 
     (place / "w.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(JobError, match=r"cannot be read .*give a safetensors file"):
         Job.load(place)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('kind = "gzip"', "must be one of dense, int8, fp4"),
+        ('kind = "int8"\nshare = 0.5', "share in [codec] belongs to random-k and top-k and dct-top-k"),
+        ('kind = "sign"\nblock = 64', "block in [codec] belongs to int8 and fp4 and qsgd"),
+        ('kind = "top-k"\nshare = 0', "share in [codec] must be a number above 0"),
+        ('kind = "top-k"\nvalues = "sign"', "values in [codec] must be one of dense, int8, fp4"),
+        ('kind = "fp4"\nblock = 65', "block 65 is odd"),
+        ('kind = "low-rank"\nlevels = 9', "levels in [codec] belongs to qsgd"),
+    ],
+)
+def test_keys_of_a_codec_are_refused_where_they_mean_nothing(tmp_path: Path, lines: str, words: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_config(folder(tmp_path, GOOD + f"[codec]\n{lines}\n"))
+    assert words in str(caught.value) and "line 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(("policy", "dense", "coarse"), [("sync", 1e-4, 2.2e-3), ("diloco", 1e-3, 1.2e-2)])
+def test_the_tolerance_by_default_is_what_the_codec_makes_of_an_honest_difference(
+    tmp_path: Path, policy: str, dense: float, coarse: float
+) -> None:
+    toml = diloco() if policy == "diloco" else GOOD
+    assert load_config(folder(tmp_path, toml)).workunit.tolerance == dense
+    found = load_config(folder(tmp_path, toml + '[codec]\nkind = "fp4"\n'))
+    assert found.workunit.tolerance == pytest.approx(coarse, rel=0.05)
+    assert JobConfig.from_json(found.canonical_json(), found.folder) == found

@@ -1,0 +1,270 @@
+"""What liars can do: to a rule alone, and to the whole system.
+
+(a) The aggregator alone, against byzfl's rules in the same run. 25 workers train a perceptron on scikit-learn's digits
+    (scripts/benchmarks/digits_workers.py: model, attacks, where momentum is kept); the last f send lies, and every rule
+    is told f. A drop is the accuracy of 25 honest workers under the mean, in the same form, less the rule's under
+    attack, in points, mean over the seeds; a rule's figure is that of its worst attack.
+        rule_drop_f5, _f8, _f11       our default rule, gradients (what stateless volunteers send), server momentum
+        rule_drop_f5_momentum, ...    the same where workers keep momentum, as published
+        peer_drop_f5, ...             the best of byzfl's rules in the first form
+(b) The whole system, simulated (boinc_project/simulator): real generator, scheduler, validator and assimilator.
+        accepted_bad_error   the largest |accepted-bad rate - f^2 (3 - 2 f)| over the f: quorum 2, no audits, a third
+                             copy on disagreement, every bad host tells the same lie for the same workunit. The formula
+                             is for hosts drawn from many; the exact one for 25 is printed beside it
+        system_drop_f11      accuracy of the job of examples/digits without liars less that with 11 colluding liars
+                             of 25 hosts, in points, mean over the seeds, worst attack
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+
+from assimilator.rules import (
+    CenteredClipping,
+    GeometricMedian,
+    Mean,
+    Median,
+    MemoryRows,
+    Mixing,
+    MultiKrum,
+    NearestNeighbourMixing,
+    NormBound,
+    Rule,
+    TrimmedMean,
+    aggregate,
+)
+from boinc_project.simulator.lies import Alie, Behaviour, Ipm, LabelFlip, Mimic, SignFlip
+from boinc_project.simulator.simulation import Settings
+from boinc_project.simulator.synthetic import synthetic_hosts
+from scripts.benchmarks.common import BenchmarkFailed
+from scripts.benchmarks.digits_workers import ATTACKS, Aggregate, Array, Digits, N, Training, accuracy
+from scripts.benchmarks.peers import peer
+from scripts.benchmarks.simulations import example, plot_path, run
+
+DEFAULT_RULE = "geometric_median"
+LIES = [name for name in ATTACKS if name != "none"]
+SYSTEM_LIES: Mapping[str, Callable[[int], Behaviour]] = {
+    "sign_flip": lambda f: SignFlip(),
+    "alie": lambda f: Alie(1.5),
+    "ipm": lambda f: Ipm(2.0),
+    "label_flip": lambda f: LabelFlip(),
+    "mimic": lambda f: Mimic(),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
+    parser.add_argument("--parts", default="rules,pairs,system", help="what is measured (default rules,pairs,system)")
+    parser.add_argument("--f", default="5,8,11", help="numbers of bad workers or hosts (default 5,8,11)")
+    parser.add_argument("--steps", type=int, default=300, help="rules: steps of a training (default 300)")
+    parser.add_argument("--rules", default="", help="rules: only these and our default (default all)")
+    parser.add_argument("--workunits", type=int, default=1000, help="pairs: accepted workunits of a run (default 1000)")
+    parser.add_argument("--versions", type=int, default=40, help="system: model versions of a run (default 40)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """See the module's text."""
+    print(__doc__)
+    counts = [int(each) for each in options.f.split(",")]
+    metrics: dict[str, float] = {}
+    curves: dict[str, list[float]] = {}
+    with threadpool_limits(1):
+        torch.set_num_threads(1)
+        if "rules" in options.parts:
+            metrics |= _rules(options, counts, curves)
+        if "pairs" in options.parts:
+            metrics["accepted_bad_error"] = _pairs(options, counts)
+        if "system" in options.parts:
+            metrics[f"system_drop_f{max(counts)}"] = _system(options, max(counts))
+    # Independence of voters, audits and adaptive replication (unique_accepted, accepted_bad) are measured here once the
+    # validator has them.
+    if curves:
+        _draw(counts, curves)
+    return metrics
+
+
+# (a) The aggregator alone.
+
+
+def _ours(rule: Rule, mixing: Mixing | None = None) -> Aggregate:
+    def made(rows: Array, previous: Array) -> Array:
+        return aggregate(rule, MemoryRows(np.ascontiguousarray(rows), np.ones(len(rows))), mixing, previous)
+
+    return made
+
+
+def our_rules(f: int) -> dict[str, Aggregate]:
+    """Name -> rule that withstands f bad rows."""
+    mixing = NearestNeighbourMixing(f)
+    return {
+        "mean": _ours(Mean()),
+        "median": _ours(Median()),
+        "trimmed_mean": _ours(TrimmedMean(f)),
+        "multi_krum": _ours(MultiKrum(f)),
+        "centered_clipping": _ours(CenteredClipping(1.0, 3)),
+        "geometric_median": _ours(GeometricMedian(0.1, 3)),
+        "norm_bound": _ours(NormBound()),
+        "mixing + trimmed_mean": _ours(TrimmedMean(f), mixing),
+        "mixing + geometric_median": _ours(GeometricMedian(0.1, 3), mixing),
+    }
+
+
+def _theirs(make: Callable[[], Sequence[Callable[[Any], Any]]]) -> Aggregate:
+    steps = make()
+
+    def made(rows: Array, previous: Array) -> Array:
+        found: Any = torch.from_numpy(np.ascontiguousarray(rows))
+        for step in steps:
+            found = step(found)
+        return np.asarray(found)
+
+    return made
+
+
+def peer_rules(aggregators: ModuleType, mixings: ModuleType, f: int) -> dict[str, Aggregate]:
+    """byzfl's rules, each a new object (its centered clipping goes on from the last result)."""
+    a = aggregators
+    made: dict[str, Callable[[], Sequence[Callable[[Any], Any]]]] = {
+        "byzfl Median": lambda: [a.Median()],
+        "byzfl TrMean": lambda: [a.TrMean(f)],
+        "byzfl MultiKrum": lambda: [a.MultiKrum(f)],
+        "byzfl CenteredClipping": lambda: [a.CenteredClipping(None, 3, 1.0)],
+        "byzfl GeometricMedian": lambda: [a.GeometricMedian(0.1, 3)],
+        "byzfl NNM + TrMean": lambda: [mixings.NNM(f), a.TrMean(f)],
+    }
+    return {name: _theirs(make) for name, make in made.items()}
+
+
+def _rules(options: argparse.Namespace, counts: Sequence[int], curves: dict[str, list[float]]) -> dict[str, float]:
+    modules = peer("byzfl", "aggregators"), peer("byzfl", "aggregators.preaggregators")
+    digits, training = Digits(), Training(steps=options.steps)
+    chosen = [name for name in options.rules.split(",") if name]
+    metrics: dict[str, float] = {}
+    for at_workers in (False, True):
+        score = partial(_mean_accuracy, digits, training, range(options.seeds), at_workers)
+        clean = score(lambda f: _ours(Mean()), "none", 0)
+        print(f"{'workers keep momentum' if at_workers else 'gradients, server momentum'}:", flush=True)
+        print(f"  25 honest workers under the mean: {100 * clean:.2f} % accuracy; points lost under attack:")
+        suffix = "_momentum" if at_workers else ""
+        for f in counts:
+            drops: dict[str, float] = {}
+            names = [*our_rules(f), *([] if at_workers else peer_rules(*modules, f))]
+            for name in (each for each in names if not chosen or each in chosen or each == DEFAULT_RULE):
+                lost = {lie: 100 * (clean - score(partial(_rule, modules, name), lie, f)) for lie in LIES}
+                worst = max(lost, key=lambda lie: lost[lie])
+                drops[name] = lost[worst]
+                listed = ", ".join(f"{lie} {points:.1f}" for lie, points in lost.items())
+                print(f"  f = {f}, {name}: {lost[worst]:.2f} ({worst}); {listed}", flush=True)
+                if not at_workers:
+                    curves.setdefault(name, []).append(drops[name])
+            metrics[f"rule_drop_f{f}{suffix}"] = drops[DEFAULT_RULE]
+            peers = [points for name, points in drops.items() if name.startswith("byzfl")]
+            if peers:
+                metrics[f"peer_drop_f{f}"] = min(peers)
+    return metrics
+
+
+def _rule(modules: tuple[ModuleType, ModuleType], name: str, f: int) -> Aggregate:
+    return (peer_rules(*modules, f) if name.startswith("byzfl") else our_rules(f))[name]
+
+
+def _mean_accuracy(
+    digits: Digits, training: Training, seeds: Sequence[int], at_workers: bool, make: Callable[[int], Aggregate],
+    attack: str, f: int,
+) -> float:  # fmt: skip
+    found = [accuracy(digits, training, make(f), attack, f, seed, at_workers=at_workers) for seed in seeds]
+    return statistics.fmean(found)
+
+
+# (b) The whole system.
+
+
+def _pairs(options: argparse.Namespace, counts: Sequence[int]) -> float:
+    """The largest distance of the accepted-bad rate from the formula."""
+    errors = []
+    for f in counts:
+        rates, copies = [], []
+        for seed in range(options.seeds):
+            slots = 100
+            sections = {
+                "job": {"seed": seed},
+                "train": {"microtasks_per_version": slots, "batches_per_microtask": 1,
+                          "max_versions": -(-options.workunits // slots), "evaluate_every": 0},
+                "supply": {"straggler_after_s": 86400},
+            }  # fmt: skip
+            hosts = synthetic_hosts(N, seed, flops=5e7)
+            bad = np.random.default_rng([seed, f]).permutation(N)[:f]
+            behaviours = {hosts[number].name: SignFlip() for number in bad}
+            report = run(example("digits", 16, sections), hosts, Settings(seed=seed), behaviours)
+            rates.append(report.accepted_bad_rate)
+            copies.append(report.copies_per_accepted)
+        share = f / N
+        wanted = share**2 * (3 - 2 * share)
+        exact = f * (f - 1) / (N * (N - 1)) * (1 + 2 * (N - f) / (N - 2))
+        rate = statistics.fmean(rates)
+        errors.append(abs(rate - wanted))
+        print(
+            f"f = {f}: accepted bad {rate:.4f} {[round(each, 4) for each in rates]}, formula {wanted:.4f}, drawn from"
+            f" 25 without repeats {exact:.4f}; {statistics.fmean(copies):.3f} copies for each accepted workunit,"
+            f" formula {2 + 2 * share * (1 - share):.3f}",
+            flush=True,
+        )
+    return max(errors)
+
+
+def _system(options: argparse.Namespace, f: int) -> float:
+    """Points of accuracy that the worst attack costs the trained job."""
+    lost: dict[str, list[float]] = {}
+    for seed in range(options.seeds):
+        sections = {
+            "job": {"seed": seed},
+            "train": {"microtasks_per_version": N, "batches_per_microtask": 1, "max_versions": options.versions,
+                      "evaluate_every": options.versions},
+        }  # fmt: skip
+        hosts = synthetic_hosts(N, seed, flops=5e7)
+        bad = [hosts[number].name for number in np.random.default_rng([seed, f]).permutation(N)[:f]]
+        found: dict[str, float] = {}
+        for name in ("none", *SYSTEM_LIES):
+            behaviours = {host: SYSTEM_LIES[name](f) for host in bad} if name != "none" else {}
+            report = run(example("digits", 32, sections), hosts, Settings(seed=seed), behaviours)
+            if not report.last.evaluation and report.state != "failed":
+                raise BenchmarkFailed(f"{name}: the run ended at version {report.last.version} without an evaluation")
+            # A job that had to stop, because its weights were not finite any more, has learned nothing.
+            found[name] = report.last.evaluation.get("accuracy", 0.1)
+            print(
+                f"seed {seed}, {name}: accuracy {found[name]:.4f}, accepted bad {report.accepted_bad_rate:.3f}",
+                flush=True,
+            )
+            if name != "none":
+                lost.setdefault(name, []).append(100 * (found["none"] - found[name]))
+    means = {name: statistics.fmean(points) for name, points in lost.items()}
+    print(f"whole system, f = {f}, points lost: {', '.join(f'{name} {points:.2f}' for name, points in means.items())}")
+    return max(means.values())
+
+
+def _draw(counts: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
+    """Points lost in the worst attack by the number of bad workers, one line for each rule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot(counts, points, "x--" if name.startswith("byzfl") else "o-", markersize=4, label=name)
+    axes.set(xlabel="bad workers of 25", ylabel="points of accuracy lost in the worst attack", xticks=list(counts))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    path = plot_path("byzantine")
+    figure.savefig(path)
+    print(f"plot: {path}")

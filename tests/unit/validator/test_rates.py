@@ -1,0 +1,108 @@
+"""The published rates: how often lies are accepted by a quorum, and by adaptive replication with audits.
+
+Copies are drawn at random among many hosts; all bad ones are accomplices who return the same wrong update. The
+decisions are the validator's own; nothing is read or written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from boinc_project.reliability import is_distrusted, is_trusted, reliability
+from boinc_project.states import Outcome, ServerState, ValidateState
+from validator.decision import Decision, Evidence, Sanity, decide, needed
+from validator.lottery import Lottery
+from validator.replication import why_not_alone
+from validator.voters import Witness
+
+
+@dataclass
+class World:
+    """Hosts of which the first `f` share is bad, and what has become of their workunits."""
+
+    f: float
+    hosts: int = 1000
+    copies: int = 0
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(0)
+
+    def judge(
+        self, number: int, quorum: int, extra: Callable[[dict[int, int]], Mapping[str, Any]] = lambda hosts: {}
+    ) -> tuple[bool, int, Decision]:
+        """Send copies until the workunit has a canonical result: whether that is wrong, copies, the decision."""
+        unit = {"canonical_resultid": 0, "min_quorum": quorum, "target_nresults": quorum, "max_success_results": 20,
+                "max_total_results": 40, "error_mask": 0}  # fmt: skip
+        hosts: dict[int, int] = {}
+        wrong: dict[int, bool] = {}
+        while True:
+            while len(hosts) < unit["target_nresults"]:
+                host = self.draw.randrange(self.hosts)
+                if host not in hosts.values():
+                    identifier = 100 * number + len(hosts)
+                    hosts[identifier], wrong[identifier] = host, host < self.f * self.hosts
+            rows = [
+                {"id": i, "server_state": ServerState.OVER, "outcome": Outcome.SUCCESS, "validate_state": 0}
+                for i in hosts
+            ]
+            sane = dict.fromkeys(needed(unit, rows), (Sanity.GOOD, ""))
+            apart = {(i, j): float(wrong[i] != wrong[j]) for i in sane for j in sane if i < j}
+            known = {"voters": hosts, **extra(hosts)}
+            found = decide(Evidence(unit, rows, sane, apart, 1e-3, **known))
+            unit.update({name: v for name, v in found.workunit.items() if name in unit and v != -1})
+            if found.canonical is not None:
+                self.copies += len(hosts)
+                self.enter(found, hosts)
+                return wrong[found.canonical], len(hosts), found
+
+    def enter(self, found: Decision, hosts: Mapping[int, int]) -> None:
+        """What validator/books.py does to gt_trust; time stands still."""
+        for identifier, change in found.results.items():
+            fresh = {"good": 0.0, "bad": 0.0, "consecutive_valid": 0, "judge_time": 0.0}
+            record = self.records.setdefault(hosts[identifier], fresh)
+            if change.validate_state == ValidateState.VALID and not change.alone:
+                record["good"] += 1
+                record["consecutive_valid"] += 1
+            elif change.validate_state == ValidateState.INVALID and not change.differs:
+                record["bad"] += 1
+                record["consecutive_valid"] = 0
+
+
+@pytest.mark.parametrize("f", [0.05, 0.2, 0.4])
+def test_a_quorum_of_two_accepts_what_theory_says(f: float) -> None:
+    """All bad hosts collude, third copies on disagreement: f^2 (3 - 2f) of the results are wrong, and 2 + 2f(1 - f)
+    copies are made of each."""
+    world, count = World(f), 4000
+    bad = sum(world.judge(n, 2)[0] for n in range(count)) / count
+    assert bad == pytest.approx(f * f * (3 - 2 * f), abs=0.02)
+    assert world.copies / count == pytest.approx(2 + 2 * f * (1 - f), abs=0.05)
+
+
+def test_adaptive_replication_with_audits_accepts_nearly_every_copy_and_hardly_any_lie() -> None:
+    """5 % of the hosts are accomplices who lie always; counted after the others have earned their trust. No share above
+    1 / (1 + f + audits) is possible, 0.9 to 0.91: a liar's copy needs another beside it."""
+    lottery, world = Lottery(b"secret"), World(0.05, hosts=100)
+
+    def alone(number: int, hosts: Mapping[int, int]) -> dict[str, Any]:
+        why = {}
+        for identifier, host in hosts.items():
+            record = world.records.get(host)
+            witness = Witness(host, host, trusted=is_trusted(record, 0.0), reliability=reliability(record, 0.0))
+            why[identifier] = why_not_alone(witness, lottery, 0.05, f"wu{number}", identifier, "")
+        voters = {i: None if is_distrusted(world.records.get(host), 0.0) else host for i, host in hosts.items()}
+        return {"not_alone": why, "voters": voters}
+
+    def run(first: int, count: int) -> int:
+        return sum(world.judge(n, 1, lambda hosts: alone(n, hosts))[0] for n in range(first, first + count))  # noqa: B023
+
+    run(0, 4000)
+    world.copies = 0
+    bad = run(4000, 3000) / 3000
+    assert bad < 0.005
+    assert 3000 / world.copies >= 0.88

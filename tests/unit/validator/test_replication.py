@@ -1,0 +1,165 @@
+"""Adaptive replication, blocked groups and newcomers, by the daemon on a real database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from boinc_project import database
+from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
+from boinc_project.states import ValidateState
+from tests.tiny_project import TinyProject, tiny_project
+from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_gradients, with_trust
+from validator.lottery import project_lottery
+
+pytestmark = pytest.mark.usefixtures("each_database")
+VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, ValidateState.INCONCLUSIVE
+
+
+@pytest.fixture
+def project() -> Iterator[TinyProject]:
+    with tiny_project() as made:
+        yield made
+
+
+def unit_of(project: TinyProject, result: dict[str, Any]) -> dict[str, Any]:
+    return project.unit_of(result)
+
+
+def adaptive(project: TinyProject, floor: float = 1e-6) -> list[dict[str, Any]]:
+    with_trust(project, adaptive_replication=True, audit_floor=floor)
+    results = project.issue()
+    assert len({r["workunitid"] for r in results}) == len(results), "one copy each"
+    return results
+
+
+def test_a_trusted_host_s_one_copy_is_canonical_and_raises_its_trust_by_nothing(project: TinyProject) -> None:
+    first, _ = adaptive(project)
+    trusted(project, 1, kind_of(project))
+    (before,) = project.rows(gt_trust, host_id=1)
+    project.answer(first, user=1)
+    judged(project)
+    assert unit_of(project, first)["canonical_resultid"] == first["id"]
+    assert [row["verdict"] for row in project.rows(gt_fingerprint)] == ["alone"]
+    (after,) = project.rows(gt_trust, host_id=1)
+    assert after["good"] == pytest.approx(before["good"], rel=1e-4) and after["valid"] == before["valid"] + 1
+    assert (after["consecutive_valid"], after["alone"]) == (before["consecutive_valid"], 1)
+    (version,) = project.rows(database.host_app_version, host_id=1)
+    assert version["consecutive_valid"] == 3, "nor the record that BOINC keeps"
+
+
+def test_an_unknown_host_s_copy_waits_for_a_second_one_also_after_a_restart(project: TinyProject) -> None:
+    first, _ = adaptive(project)
+    project.answer(first, user=1)
+    judged(project)
+    unit = unit_of(project, first)
+    assert (unit["canonical_resultid"], unit["min_quorum"], unit["target_nresults"]) == (0, 2, 2)
+    (second,) = unsent(project, unit["id"])
+    project.change(database.workunit, unit["id"], need_validate=1)
+    judged(project)
+    assert unit_of(project, first)["canonical_resultid"] == 0, "alone it is never canonical"
+    project.answer(second, user=2)
+    judged(project)
+    assert unit_of(project, first)["canonical_resultid"]
+    assert [(row["good"], row["alone"]) for row in project.rows(gt_trust)] == [(1.0, 0)] * 2
+
+
+def test_an_audit_is_drawn_after_the_upload_by_the_secret(project: TinyProject) -> None:
+    results = adaptive(project, floor=0.5)
+    trusted(project, 1, kind_of(project))
+    for result in results:
+        project.answer(result, user=1)
+    judged(project)
+    lottery = project_lottery(project.tree)
+    for result in results:
+        unit = unit_of(project, result)
+        drawn = lottery.drawn(0.5, "audit", unit["name"], result["id"])
+        assert bool(unit["canonical_resultid"]) is not drawn
+        assert len(unsent(project, unit["id"])) == drawn
+
+
+def test_a_failed_audit_ends_single_replication_for_that_host(project: TinyProject) -> None:
+    first, other = adaptive(project, floor=1.0)
+    trusted(project, 1, kind_of(project), good=100)
+    project.answer(first, project.changed_update(unit_of(project, first), np.negative), user=1)
+    judged(project)
+    unit = unit_of(project, first)["id"]
+    for user in (2, 3):
+        (more,) = unsent(project, unit)
+        project.answer(more, user=user)
+        judged(project)
+    (row,) = project.rows(database.result, id=first["id"])
+    assert row["validate_state"] == INVALID
+    with_trust(project, adaptive_replication=True, audit_floor=1e-6)
+    project.answer(other, user=1)
+    judged(project)
+    assert unit_of(project, other)["min_quorum"] == 2
+
+
+def test_a_trusted_copy_that_repeats_another_gradient_gets_a_second_one(project: TinyProject) -> None:
+    with_trust(project, adaptive_replication=True, audit_floor=1e-6)
+    trusted(project, 1, kind_of(project))
+    first, other = project.issue()
+    project.answer(first, user=1)
+    judged(project)
+    old = gradients_of(project, unit_of(project, first))
+    project.answer(other, with_gradients(project, unit_of(project, other), lambda n: old[n]), user=1)
+    judged(project)
+    assert unit_of(project, other)["canonical_resultid"] == 0
+    assert len(unsent(project, other["workunitid"])) == 1
+
+
+def test_a_blocked_group_s_copies_are_no_votes_and_are_still_credited_when_they_are_right(
+    project: TinyProject,
+) -> None:
+    pair = [r for r in project.issue() if r["workunitid"] == 1]
+    with project.db.transaction() as connection:
+        connection.execute(gt_blocked.insert(), {"name": "host:1", "create_time": 1.0})
+    for result, user in zip(pair, (1, 2), strict=True):
+        project.answer(result, user=user)
+    judged(project)
+    assert unit_of(project, pair[0])["canonical_resultid"] == 0
+    (third,) = unsent(project, 1)
+    project.answer(third, user=3)
+    judged(project)
+    assert unit_of(project, pair[0])["canonical_resultid"] in {pair[1]["id"], third["id"]}
+    states = {r["validate_state"] for r in project.rows(database.result, workunitid=1)}
+    assert states == {int(VALID)}
+
+
+def test_two_fresh_accounts_carry_no_quorum_and_three_do(project: TinyProject) -> None:
+    with_trust(project, newcomer_days=7)
+    pair = [r for r in project.issue() if r["workunitid"] == 1]
+    for result, user in zip(pair, (1, 2), strict=True):
+        project.answer(result, user=user)
+    judged(project)
+    assert unit_of(project, pair[0])["canonical_resultid"] == 0
+    (third,) = unsent(project, 1)
+    project.answer(third, user=3)
+    judged(project)
+    assert unit_of(project, pair[0])["canonical_resultid"]
+
+
+def test_fresh_accounts_of_one_network_are_one_vote(project: TinyProject) -> None:
+    with_trust(project, newcomer_days=7)
+    pair = [r for r in project.issue() if r["workunitid"] == 1]
+    for user in (1, 2, 3):
+        project.add_host(user, user)
+        project.change(database.host, user, external_ip_addr=f"8.8.4.{user}")
+    for result, user in zip(pair, (1, 2), strict=True):
+        project.answer(result, user=user)
+    judged(project)
+    (third,) = unsent(project, 1)
+    project.answer(third, user=3)
+    judged(project)
+    assert unit_of(project, pair[0])["canonical_resultid"] == 0
+    (fourth,) = unsent(project, 1)
+    project.add_host(4, 4)
+    project.change(database.user, 4, create_time=1)
+    project.change(database.host, 4, create_time=1)
+    project.answer(fourth, user=4)
+    judged(project)
+    assert unit_of(project, pair[0])["canonical_resultid"], "somebody known and one vote of the network"

@@ -1,0 +1,65 @@
+"""Reads what the database knows of the makers of results: hosts, users, app versions, gt_trust, blocked groups; and the
+judged pairs from which drift is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from boinc_project.database import app_version, host, user
+from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
+from boinc_project.rows import read_rows
+from boinc_project.store import Row
+from validator.drift import Pair, pairs_of
+from validator.voters import Records, device_of, groups_of
+
+_HOST = ("id", "create_time", "serialnum", "external_ip_addr")
+_AT_ONCE = 500
+WINDOW_S, MOST_ROWS = 14 * 86400.0, 20_000  # judged results that the test for drift looks at
+
+
+def blocked_groups(connection: Connection) -> frozenset[str]:
+    """Names of the groups whose results count as no vote."""
+    return frozenset(str(name) for name in connection.scalars(sa.select(gt_blocked.c.name)))
+
+
+def read_records(connection: Connection, results: Sequence[Row]) -> Records:
+    """The makers of these results."""
+    hosts = sorted({int(row["hostid"]) for row in results if row["hostid"]})
+    users = {(int(row["userid"]),) for row in results if row["userid"]}
+    versions = {(int(row["app_version_id"]),) for row in results if int(row["app_version_id"]) > 0}
+    trust: dict[tuple[int, str], Row] = {}
+    for start in range(0, len(hosts), _AT_ONCE):
+        query = sa.select(gt_trust).where(gt_trust.c.host_id.in_(hosts[start : start + _AT_ONCE]))
+        for row in connection.execute(query).mappings():
+            trust[int(row["host_id"]), str(row["kind"])] = dict(row)
+    host_rows = read_rows(connection, host, ("id",), [(each,) for each in hosts], _HOST)
+    user_rows = read_rows(connection, user, ("id",), users, ("id", "create_time"))
+    version_rows = read_rows(connection, app_version, ("id",), versions, ("id", "plan_class"))
+    return Records(
+        hosts={int(row["id"]): row for row in host_rows.values()},
+        users={int(row["id"]): row for row in user_rows.values()},
+        versions={int(row["id"]): row for row in version_rows.values()},
+        trust=trust,
+    )
+
+
+def judged_pairs(connection: Connection, now: float) -> list[Pair]:
+    """The pairs of the results that were judged lately, with the groups of their makers."""
+    columns = [column for column in gt_fingerprint.c if column.name != "marks"]
+    query = sa.select(*columns).where(gt_fingerprint.c.judge_time > now - WINDOW_S)
+    newest = query.order_by(gt_fingerprint.c.judge_time.desc()).limit(MOST_ROWS)
+    rows = [dict(row) for row in connection.execute(newest).mappings()]
+    names = {"result_id": "id", "host_id": "hostid", "user_id": "userid", "app_version_id": "app_version_id"}
+    results = [{name: row[column] for column, name in names.items()} for row in rows]
+    records = read_records(connection, results)
+    groups = {}
+    for row, result in zip(rows, results, strict=True):
+        version = int(result["app_version_id"])
+        plan_class = str(records.versions.get(version, {}).get("plan_class") or "")
+        serial = str(records.hosts.get(int(result["hostid"]), {}).get("serialnum") or "")
+        named = groups_of(result, plan_class, *device_of(plan_class, version, serial))
+        groups[str(row["workunit_name"]), int(row["result_id"])] = named
+    return pairs_of(rows, groups)

@@ -1,0 +1,165 @@
+"""The server's own computation of microtasks, in a process of its own, one at a time: spot checks and disputes.
+
+    want -> poll (starts it) -> poll (collects it) -> of(workunit name)
+
+A workunit that waits for it is left alone meanwhile. Nothing is recorded: after a crash the same draw, or the same
+dispute, asks for the same computation again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from boinc_project import local_run
+from boinc_project.contract.codecs import Array
+from boinc_project.contract.errors import ContractError
+from boinc_project.contract.microtask import (
+    CONSTANTS_FILE,
+    GRAPH_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    Microtask,
+    shard_file,
+    smaller_graph_file,
+)
+from boinc_project.contract.opset import TensorType
+from boinc_project.store import JobRow
+from validator.case import Case
+
+LONGEST_S = 6 * 3600.0  # a computation that takes longer is given up
+_KEPT = 8  # finished ones that nobody has asked for yet
+_MANY = 20
+
+log = logging.getLogger("validator")
+
+
+class CannotReplay(Exception):
+    """Something that the microtask needs is not on the server any more."""
+
+
+@dataclass
+class _Running:
+    case: Case
+    run: local_run.LocalRun
+    types: Mapping[str, TensorType]
+    since: float
+
+
+@dataclass
+class Replays:
+    """The computation under way, those that wait, and what came out."""
+
+    waiting: OrderedDict[int, Case] = field(default_factory=OrderedDict)  # by workunit id
+    finished: OrderedDict[str, Mapping[str, Array] | None] = field(default_factory=OrderedDict)
+    running: _Running | None = None
+    swept: set[Path] = field(default_factory=set)
+
+    @property
+    def busy(self) -> bool:
+        return self.running is not None or bool(self.waiting)
+
+    def want(self, case: Case, reason: str) -> None:
+        """Compute this workunit's microtask."""
+        self.waiting[case.id] = case
+        log.info("%s is computed by the server: %s", case, reason)
+        if len(self.waiting) % _MANY == 0:
+            log.warning("%d workunits wait for the server's own computation; lower spot_check_share", len(self.waiting))
+
+    def waits(self, identifier: int) -> bool:
+        return identifier in self.waiting or (self.running is not None and self.running.case.id == identifier)
+
+    def of(self, workunit_name: str) -> tuple[bool, Mapping[str, Array] | None]:
+        """Whether it is done, and what came out; None if it could not be computed."""
+        return workunit_name in self.finished, self.finished.get(workunit_name)
+
+    def poll(self) -> bool:
+        """Collect a finished computation and start the next; returns whether anything happened."""
+        happened = False
+        if self.running is not None:
+            if not self.running.run.finished() and time.monotonic() - self.running.since < LONGEST_S:
+                return False
+            self._collect(self.running)
+            self.running, happened = None, True
+        while self.running is None and self.waiting:
+            _, case = self.waiting.popitem(last=False)
+            happened = True
+            try:
+                self.running = self._start(case)
+            except (CannotReplay, ContractError, OSError) as error:
+                self._finish(case, None)
+                log.critical("%s cannot be computed by the server: %s", case, error)
+        return happened
+
+    def stop(self) -> None:
+        """End the computation under way; it will be asked for again."""
+        if self.running is not None:
+            self.running.run.stop()
+            shutil.rmtree(self.running.run.folder, ignore_errors=True)
+            self.running = None
+
+    def _start(self, case: Case) -> _Running:
+        microtask = Microtask.from_json(str(case.task["document"]).encode())
+        folder = case.job.folder.path
+        if folder not in self.swept:
+            self.swept.add(folder)
+            remove_leftovers(folder)
+        place = folder / f"replay_{case.id}_{os.getpid()}"
+        shutil.rmtree(place, ignore_errors=True)
+        backend = case.job.config.trust.replay_backend
+        files = inputs(case.job, microtask)
+        run = local_run.start(place, microtask, files, ("--nthreads", "1", "--backend", backend))
+        types = case.job.folder.update_types(microtask.mode, microtask.steps)
+        return _Running(case, run, types, time.monotonic())
+
+    def _collect(self, running: _Running) -> None:
+        running.run.stop()
+        try:
+            self._finish(running.case, running.run.update(running.types).tensors)
+        except (local_run.LocalRunFailed, ContractError, OSError) as error:
+            self._finish(running.case, None)
+            log.critical("%s cannot be computed by the server: %s", running.case, error)
+        finally:
+            shutil.rmtree(running.run.folder, ignore_errors=True)
+
+    def _finish(self, case: Case, tensors: Mapping[str, Array] | None) -> None:
+        self.finished[case.name] = tensors
+        if len(self.finished) > _KEPT:
+            self.finished.popitem(last=False)
+
+
+def inputs(job: JobRow, microtask: Microtask) -> dict[str, Path]:
+    """Where the files of a microtask lie on the server. CannotReplay if one is gone."""
+    folder, facts = job.folder, job.facts
+    shards = {shard.file.sha256: folder.shard_path("train", number) for number, shard in enumerate(facts.train)}
+    found = {
+        GRAPH_FILE: folder.gradient_graph_path,
+        OPTIMIZER_FILE: folder.optimizer_graph_path,
+        CONSTANTS_FILE: folder.constants_path,
+        **{smaller_graph_file(size): folder.smaller_graph_path(size) for size in facts.smaller},
+    }
+    for number in range(microtask.shard_count):
+        name = shard_file(number)
+        if microtask.files[name].sha256 in shards:
+            found[name] = shards[microtask.files[name].sha256]
+    found[STATE_FILE] = folder.state_path(microtask.base_version, microtask.files[STATE_FILE].sha256)
+    for name in microtask.files:
+        if name not in found or not found[name].exists():
+            raise CannotReplay(f"its file {name} is not in {folder.path} any more")
+    return {name: found[name] for name in microtask.files}
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the folders of processes that are gone (a killed validator leaves its one)."""
+    for path in folder.glob("replay_*_*"):
+        pid = path.name.rpartition("_")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""Whose copies of a workunit confirm one another: votes are counted by independent voters, at judging time.
+
+Two copies are one vote if they are from
+
+    one host, or one user (unless the admin of a private lab with one account lets hosts vote: --votes host),
+    one file: the same bytes, times of the run included (validator/copies.py),
+    one network (IPv4 /24, IPv6 /48), both being newcomers,
+    one family of GPUs with one driver, where the job asks for independent devices or the family is suspect.
+
+Being one vote is passed on: A with B and B with C makes A, B and C one. That errs on the side of one copy more. Copies
+of a blocked group, or of a host with more bad results than good ones, are no vote. What BOINC's scheduler checks when
+it sends (one_result_per_user_per_wu) is checked again here, because hosts change users and reports come from where they
+like.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from boinc_project.reliability import is_distrusted, is_trusted, reliability
+from boinc_project.standard.plan_classes import processor_of
+
+Row = Mapping[str, Any]
+
+#: The first field of an entry of host.serialnum, for each processor (BOINC `lib/coproc.cpp`, summary_string).
+_TYPES = {"nvidia": ("CUDA", "NVIDIA"), "amd": ("CAL", "ATI", "AMD"), "intel_gpu": ("INTEL", "intel_gpu")}
+#: Generalized app versions of the anonymous platform (result.app_version_id) and their processors.
+_ANONYMOUS = {-3: "nvidia", -4: "amd", -5: "intel_gpu", -6: "apple_gpu"}
+_ENTRY = re.compile(r"\[([^\[\]]*)\]")
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Who made a copy, from the server's own records.
+
+    network    its address without the last part; '' where that says nothing (unknown, private, loopback)
+    newcomer   account, host or record are too young to carry a quorum
+    device     family and driver of the GPU that computed; '' for a processor
+    groups     names of the groups that the copy belongs to (validator/drift.py)
+    trusted    one copy of this host may be enough; distrusted: its copies confirm nobody
+    reliability  from 0 to 1
+    """
+
+    user: int
+    host: int
+    network: str = ""
+    newcomer: bool = False
+    device: str = ""
+    groups: frozenset[str] = frozenset()
+    trusted: bool = False
+    distrusted: bool = False
+    reliability: float = 0.0
+
+
+@dataclass(frozen=True)
+class Votes:
+    """voters: by result id, None for no vote; established: those who may carry a quorum."""
+
+    voters: Mapping[int, Hashable]
+    established: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Independence:
+    """What makes copies one vote, and whose are none."""
+
+    one_vote_per_user: bool = True
+    devices: bool = False
+    suspect: frozenset[str] = frozenset()  # names of groups whose members confirm one another no more
+    blocked: frozenset[str] = frozenset()
+
+
+def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rules: Independence) -> Votes:
+    """Label the copies of a workunit by independent voters. `files`: digest of the copies that are one file."""
+    parent = {identifier: identifier for identifier in witnesses}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    first: dict[tuple[str, Hashable], int] = {}
+    for identifier in sorted(witnesses):
+        for tie in _ties(witnesses[identifier], files.get(identifier, ""), rules):
+            a, b = root(identifier), root(first.setdefault(tie, identifier))
+            parent[max(a, b)] = min(a, b)  # the label is the smallest id: it does not depend on the order
+    voters: dict[int, Hashable] = {
+        i: None if witness.distrusted or witness.groups & rules.blocked else root(i) for i, witness in witnesses.items()
+    }
+    return Votes(voters, frozenset(i for i, witness in witnesses.items() if not witness.newcomer))
+
+
+def _ties(witness: Witness, file: str, rules: Independence) -> Iterable[tuple[str, Hashable]]:
+    yield "host", witness.host
+    if rules.one_vote_per_user:
+        yield "user", witness.user
+    if file:
+        yield "file", file
+    if witness.newcomer and witness.network:
+        yield "network", witness.network
+    if witness.device and rules.devices:
+        yield "device", witness.device
+    for name in sorted(witness.groups & rules.suspect):
+        yield "suspect", name
+
+
+# From BOINC's rows.
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the database says of the makers of some results, by id (gt_trust: by host and kind)."""
+
+    hosts: Mapping[int, Row] = field(default_factory=dict)
+    users: Mapping[int, Row] = field(default_factory=dict)
+    versions: Mapping[int, Row] = field(default_factory=dict)
+    trust: Mapping[tuple[int, str], Row] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Newcomers:
+    """Until when somebody is a newcomer: days since the account and the host were made, valid results."""
+
+    days: float = 0.0
+    results: int = 0
+
+
+def witness_of(result: Row, kind: str, records: Records, newcomers: Newcomers, now: float) -> Witness:
+    """The maker of a result."""
+    host, user = records.hosts.get(int(result["hostid"]), {}), records.users.get(int(result["userid"]), {})
+    record = records.trust.get((int(result["hostid"]), kind))
+    youngest = max(float(host.get("create_time") or 0), float(user.get("create_time") or 0))
+    young = newcomers.days > 0 and now - youngest < newcomers.days * 86400
+    unproven = newcomers.results > 0 and (record is None or int(record["valid"]) < newcomers.results)
+    plan_class = str(records.versions.get(int(result["app_version_id"]), {}).get("plan_class") or "")
+    family, driver = device_of(plan_class, int(result["app_version_id"]), str(host.get("serialnum") or ""))
+    return Witness(
+        user=int(result["userid"]),
+        host=int(result["hostid"]),
+        network=network_of(str(host.get("external_ip_addr") or "")),
+        newcomer=young or unproven,
+        device=f"{family} {driver}".strip(),
+        groups=groups_of(result, plan_class, family, driver),
+        trusted=is_trusted(record, now),
+        distrusted=is_distrusted(record, now),
+        reliability=reliability(record, now),
+    )
+
+
+def groups_of(result: Row, plan_class: str, family: str, driver: str) -> frozenset[str]:
+    """The groups of a result: by host, user, app version, plan class, device family, device family and driver."""
+    names = [f"host:{result['hostid']}", f"user:{result['userid']}", f"version:{result['app_version_id']}"]
+    if plan_class:
+        names.append(f"class:{plan_class}")
+    if family:
+        names.append(f"device:{family}")
+        if driver:
+            names.append(f"driver:{family} {driver}")
+    return frozenset(names)
+
+
+def device_of(plan_class: str, app_version_id: int, serialnum: str) -> tuple[str, str]:
+    """Family and driver of the GPU that computed; ('', '') for a processor.
+
+    The app version tells which make it was for; name and driver are those that the client reported to the scheduler.
+    Both may be lies of the volunteer; who names another family than his own gains one vote of a family.
+    """
+    processor = processor_of(plan_class) if app_version_id > 0 else _ANONYMOUS.get(app_version_id, "cpu")
+    if processor == "cpu":
+        return "", ""
+    for entry in _ENTRY.findall(serialnum):
+        parts = entry.split("|")
+        if parts[0] in _TYPES.get(processor, ()):
+            family = parts[1].strip() if len(parts) > 1 else ""
+            return family or processor, parts[4].strip() if len(parts) > 4 else ""
+    return processor, ""
+
+
+def network_of(address: str) -> str:
+    """The /24 of an IPv4 address or the /48 of an IPv6 one; '' for one that is none, or no public one."""
+    try:
+        parsed = ipaddress.ip_address(address.strip())
+    except ValueError:
+        return ""
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    if parsed.is_private or parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified:
+        return ""
+    return str(ipaddress.ip_network((parsed, 24 if parsed.version == 4 else 48), strict=False))
