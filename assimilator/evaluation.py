@@ -19,22 +19,14 @@ import psutil
 import sqlalchemy as sa
 
 from boinc_project import local_run, store
-from boinc_project.contract.codecs import Codec
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.graph import Graph
-from boinc_project.contract.microtask import (
-    CONSTANTS_FILE,
-    GRAPH_FILE,
-    STATE_FILE,
-    Batch,
-    FileRef,
-    Microtask,
-    shard_file,
-)
+from boinc_project.contract.microtask import FileRef, Microtask
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import Update, update_types
 from boinc_project.database import Database
 from boinc_project.gt_tables import gt_version
+from boinc_project.held_out import evaluation_microtask, metric_means
 from boinc_project.store import JobRow, Row
 
 log = logging.getLogger("assimilator")
@@ -122,7 +114,9 @@ class Evaluator:
     def _start(self, job: JobRow, row: Row) -> Running:
         version = int(row["version"])
         graph = Graph.from_bytes(job.folder.evaluation_graph_path.read_bytes())
-        microtask, files = evaluation_microtask(job, row)
+        digest = str(row["state_sha256"])
+        state = FileRef(digest, int(row["state_bytes"]))
+        microtask, files = evaluation_microtask(job, version, state, job.folder.state_path(version, digest))
         remove_leftovers(job.folder.path)
         folder = job.folder.path / f"evaluation_{version}_{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -155,52 +149,3 @@ def remove_leftovers(folder: Path) -> None:
         pid = path.name.rpartition("_")[2]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def metric_means(update: Update) -> dict[str, float]:
-    """Metric -> mean over all samples of an evaluation."""
-    sums = {n[len("metric/") :]: float(a.astype("float64").sum()) for n, a in update.tensors.items()}
-    weight = sums.pop("weight")
-    return {name: total / max(weight, 1.0) for name, total in sums.items()}
-
-
-def evaluation_microtask(job: JobRow, row: Row) -> tuple[Microtask, dict[str, Path]]:
-    """The microtask that evaluates a version on all held-out samples, and where its files lie."""
-    facts, folder = job.facts, job.folder
-    version = int(row["version"])
-    size = job.config.data.evaluation_batch_size
-    batches = []
-    for number, shard in enumerate(facts.test):
-        for start in range(0, shard.rows, size):
-            count = min(size, shard.rows - start)
-            if count < size and facts.evaluation_full_batches:
-                continue
-            batches.append(Batch((number,) * count, tuple(range(start, start + count))))
-    refs = {
-        GRAPH_FILE: FileRef(facts.evaluation.sha256, facts.evaluation.size),
-        STATE_FILE: FileRef(str(row["state_sha256"]), int(row["state_bytes"])),
-    }
-    paths = {
-        GRAPH_FILE: folder.evaluation_graph_path,
-        STATE_FILE: folder.state_path(version, str(row["state_sha256"])),
-    }
-    if facts.constants is not None:
-        refs[CONSTANTS_FILE] = FileRef(facts.constants.sha256, facts.constants.size)
-        paths[CONSTANTS_FILE] = folder.constants_path
-    for number, shard in enumerate(facts.test):
-        refs[shard_file(number)] = FileRef(shard.file.sha256, shard.file.size)
-        paths[shard_file(number)] = folder.shard_path("test", number)
-    microtask = Microtask(
-        job=job.name,
-        mode="evaluation",
-        base_version=version,
-        slot=0,
-        files=refs,
-        batch_size=size,
-        batches=tuple(batches),
-        learning_rates=(0.0,) * len(batches),
-        seed=job.config.job.seed,
-        first_step=0,
-        codec=Codec("dense", 256, "none"),
-    )
-    return microtask, paths

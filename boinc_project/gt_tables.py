@@ -10,6 +10,7 @@ States are short words, so that an admin can read them in the database.
     gt_file        one row per published file and its life
     gt_trust       one row per host and kind of work: how its results were judged
     gt_fingerprint one row per judged result: what stays of it when its file is gone
+    gt_accepted    one row per canonical update of a job that bounds norms or probes losses: what was measured of it
     gt_blocked     one row per group of hosts whose results count as no vote
     gt_heartbeat   one row per running daemon
 """
@@ -216,6 +217,19 @@ gt_fingerprint = sa.Table(
     sa.Column("marks", _Bytes, nullable=False),  # validator/fingerprint.py
     sa.Index("gt_fingerprint_host", "host_id", "judge_time"),
     sa.Index("gt_fingerprint_time", "judge_time"),
+    mysql_engine="InnoDB",
+)
+
+gt_accepted = sa.Table(
+    "gt_accepted",
+    gt_metadata,
+    sa.Column("workunit_name", Varchar(191), primary_key=True),
+    sa.Column("job_id", _Long, nullable=False),
+    sa.Column("version", _Long, nullable=False),  # that it was computed from
+    sa.Column("norm", _Double, nullable=False),
+    sa.Column("gain", _Double, nullable=True),  # of held-out loss; none if it was not tried
+    sa.Column("judge_time", _Double, nullable=False),
+    sa.Index("gt_accepted_time", "job_id", "judge_time"),
     mysql_engine="InnoDB",
 )
 

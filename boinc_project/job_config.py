@@ -432,6 +432,16 @@ class TrustSection:
         _flag, "what volunteers cannot agree on is computed by the server instead of failing", default=False
     )
     replay_backend: str = _key(_choice("numpy", "torch"), "what the server computes with", default="numpy")
+    norm_bound: float = _key(
+        _number(0, 1e6, 3.0),
+        "an update whose norm is over so many times the median of the job's last ones is not accepted; 0: no bound",
+        default=0.0,
+    )
+    loss_probe: float = _key(
+        _number(0, 1, 0.9),
+        "local steps: the share of the usual gain on held-out data that an update must bring; 0: not tried",
+        default=0.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -675,6 +685,10 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "train", key, f"{key} has a meaning only {where} an [inner_optimizer]; remove it or change the policy"
             )
+    if config.trust.loss_probe and not local:
+        raise source.error(
+            "trust", "loss_probe", "loss_probe judges local steps; remove it, or add an [inner_optimizer]"
+        )
     aggregation = _resolved_aggregation(config, source)
     if (train.target_metric is None) != (train.target_value is None):
         lacking = "target_value" if train.target_value is None else "target_metric"

@@ -32,10 +32,11 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
-from validator import traces
+from validator import doubts, traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
 from validator.case import Case, Verdict
 from validator.decision import SOON
+from validator.doubts import NotYet
 from validator.drift import findings
 from validator.evidence import Judge
 from validator.records import blocked_groups, judged_pairs, read_records
@@ -260,6 +261,8 @@ class Validator:
         """The verdict over a case, or None: later. An unexpected fault parks it and leaves the others alone."""
         try:
             verdict = self._judge(case)
+        except NotYet:
+            return None
         except DBAPIError:
             raise
         except Exception:
@@ -355,6 +358,7 @@ class Validator:
             write_results(connection, judged, books.outliers)
         update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
         traces.write(connection, trails)
+        doubts.write(connection, [each.accepted for each in kept if each.accepted is not None], now)
         update_rows(connection, gt_microtask, ("workunit_name",), digests)
         update_rows(connection, workunit, ("id",), units)
         if woken:
@@ -453,6 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(started, "validator", validator.one_pass)
     finally:
+        validator.judge.doubts.prober.stop()
         validator.replays.stop()
 
 

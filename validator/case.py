@@ -43,7 +43,7 @@ class Verdict:
     """What is to be written for a case.
 
     Of the readable payloads, by result id: `digests`, `marks` (fingerprints), `distances` to the canonical one;
-    `suspicions` says of which of them why they look copied.
+    `suspicions` says of which of them why they look copied. `accepted` is the row of gt_accepted, if there is one.
     """
 
     case: Case
@@ -53,6 +53,7 @@ class Verdict:
     distances: Mapping[int, float]
     suspicions: Mapping[int, str]
     kind: str
+    accepted: store.Row | None = None
 
     def trails(self, now: float) -> list[store.Row]:
         """Rows of gt_fingerprint for the results that this verdict settles."""

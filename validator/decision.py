@@ -308,3 +308,24 @@ def _no_consensus(
         fields["target_nresults"] = max(quorum, wanted)
     note = f"a second copy is needed: {why}" if why else f"no agreement among {good} copies"
     return Decision(changes, workunit=fields, note=note)
+
+
+def doubted(evidence: Evidence, decision: Decision, why: str) -> Decision:
+    """What follows if copies agree on an update that other evidence speaks against: nobody is judged by it.
+
+    The server computes the microtask itself where the job has it settle disputes. Else one more copy is to compute the
+    same; if more than a quorum agree already, the workunit fails, and its samples go into a fresh one.
+    """
+    if evidence.disputes:
+        return Decision(replay=why)
+    unit = evidence.workunit
+    broken = {i: each for i, each in decision.results.items() if each.outcome == Outcome.VALIDATE_ERROR}
+    agreed = sum(each.validate_state == ValidateState.VALID for each in decision.results.values())
+    readable = sorted(set(decision.results) - set(broken))
+    made = _no_consensus(unit, readable, broken, int(unit["min_quorum"]), "")
+    fields = dict(made.workunit)
+    if agreed > unit["min_quorum"]:
+        fields.pop("target_nresults", None)
+        mask = int(unit["error_mask"]) | int(ErrorMask.TOO_MANY_SUCCESS_RESULTS)
+        fields.update(error_mask=mask, transition_time=SOON)
+    return Decision(made.results, workunit=fields, note=f"{agreed} copies agree, but {why}")

@@ -27,6 +27,7 @@ from validator.agreement import distance, pair_distances
 from validator.case import Case, Verdict
 from validator.copies import Copies, same_file, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
+from validator.doubts import Doubts
 from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read, work_norm
 from validator.lottery import Lottery, project_lottery
 from validator.replays import Replays
@@ -66,8 +67,11 @@ class Judge:
     def lottery(self) -> Lottery:
         return project_lottery(self.tree)
 
+    def __post_init__(self) -> None:
+        self.doubts = Doubts(self.database)
+
     def verdict(self, case: Case) -> Verdict:
-        """Read the copies and decide."""
+        """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
         microtask = essentials(str(case.task["document"]))
         kind = microtask.work_kind
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
@@ -109,10 +113,11 @@ class Judge:
             not_alone=self._not_alone(case, witnesses, suspicions),
             **self._by_server(case, reading, suspicions),
         )
-        decision = decide(evidence)
+        decision, accepted = self.doubts.considered(case, evidence, decide(evidence), reading.tensors, reading.digests)
         canonical = int(decision.canonical or case.unit["canonical_resultid"] or 0)
         apart = {i: pairs[min(i, canonical), max(i, canonical)] for i in _others(reading.tensors, canonical)}
-        return Verdict(case, decision, reading.digests, reading.marks, apart or estimates, suspicions, kind)
+        apart = apart or estimates
+        return Verdict(case, decision, reading.digests, reading.marks, apart, suspicions, kind, accepted)
 
     def _by_server(self, case: Case, reading: Reading, suspicions: Mapping[int, str]) -> dict[str, Any]:
         """What the server computes, or has computed, of this microtask itself: fields of Evidence."""

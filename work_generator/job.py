@@ -146,6 +146,8 @@ def checked_data(found: object, config: JobConfig) -> tuple[dict[str, dict[str, 
         raise JobError(f'{source} has no split "train" (it has {", ".join(map(str, found))}); name one split "train"')
     if config.train.evaluate_every and "test" not in found:
         raise JobError(f'{source} has no split "test" for held-out evaluation; add one or set evaluate_every = 0')
+    if config.trust.loss_probe and "test" not in found:
+        raise JobError(f'{source} has no split "test" for loss_probe in [trust]; add one or remove loss_probe')
     notes: list[str] = []
     data: dict[str, dict[str, torch.Tensor]] = {}
     for split, fields in found.items():

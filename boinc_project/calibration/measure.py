@@ -131,24 +131,21 @@ def _gradients(
     """Gradient microtasks of the job's size (of one batch if its volunteers take local steps)."""
     batches = bench.config.train.batches_per_microtask
     collected = _Collected()
-
-    def judged(tensors: Tensors) -> Tensors:
-        return bench.judged("gradient", tensors, batches)
-
     for (version, state), slot in itertools.product(enumerate(states), range(microtasks)):
+        judged = partial(bench.judged, "gradient", version=version, slot=slot)
         copies = []
         for replica in ways.honest:
             tell(f"gradient {version * microtasks + slot + 1} of {len(states) * microtasks} on {replica.name}")
             copies.append(bench.gradient(replica, state, version, slot, batches))
         meter.add(copies)
-        copies = [judged(each) for each in copies]
+        copies = [judged(each, batches) for each in copies]
         collected.add_honest(copies)
         for replica in ways.imprecise:
             tell(f"gradient in {replica.name}")
             made = _finite(partial(bench.gradient, replica, state, version, slot, batches))
-            collected.add_lie(replica.name, copies, None if made is None else judged(made))
+            collected.add_lie(replica.name, copies, None if made is None else judged(made, batches))
         half = bench.half_of_the_gradient(ways.honest[1], state, version, slot, batches)
-        collected.add_lie(HALF, copies, bench.judged("gradient", half, max(1, batches // 2)))
+        collected.add_lie(HALF, copies, judged(half, max(1, batches // 2)))
     return collected.band(batches)
 
 
@@ -165,11 +162,8 @@ def _deltas(
     """Local trainings of the job's own number of steps."""
     collected = _Collected()
     fastest = ways.honest[1]
-
-    def judged(tensors: Tensors) -> Tensors:
-        return bench.judged("local-steps", tensors, steps)
-
     for (version, state), slot in itertools.product(enumerate(states), range(microtasks)):
+        judged = partial(bench.judged, "local-steps", version=version, slot=slot)
         plain = []
         half: Tensors | None = None
 
@@ -184,13 +178,13 @@ def _deltas(
                 half = trail.update(steps / (steps // 2))
             trail.advance(steps)
             plain.append(trail.update())
-        copies = [judged(each) for each in plain]
+        copies = [judged(each, steps) for each in plain]
         collected.add_honest(copies)
         for replica in ways.imprecise:
             made = _finite(partial(_end, trained(replica), steps))
-            collected.add_lie(replica.name, copies, None if made is None else judged(made))
+            collected.add_lie(replica.name, copies, None if made is None else judged(made, steps))
         if half is not None:
-            collected.add_lie(HALF, copies, bench.judged("local-steps", half, steps // 2))
+            collected.add_lie(HALF, copies, judged(half, steps // 2))
         drift = {
             frozenset((i, j)): max(tensor_distances(plain[i], plain[j]).values())
             for i, j in itertools.combinations(range(len(plain)), 2)
@@ -235,7 +229,7 @@ def _search(
 
         return largest_steps(within, bound)
 
-    with_codec = search("", lambda tensors, steps: bench.judged("local-steps", tensors, steps))
+    with_codec = search("", partial(bench.judged, "local-steps", version=version, slot=0))
     plain = with_codec
     if bench.config.codec.kind != "dense":
         plain = search(" before the codec", lambda tensors, steps: tensors)

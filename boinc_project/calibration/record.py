@@ -24,9 +24,9 @@ FILE = "calibration.json"
 FORMAT, VERSION = "boinc-train-calibration", 1
 
 #: Local steps that are allowed without a calibration. Measured on a GPT of a million parameters (docs/calibrate.md):
-#: up to here honest copies stay within LIMIT if AdamW's eps is 1e-6 or more; with a smaller one they part sooner.
+#: up to here honest copies stay within LIMIT if AdamW's eps is SMALL_EPS or more. With a smaller one the noise of
+#: tensors whose true gradient is zero (the key bias of attention) becomes steps of full size, from the first step on.
 DEFAULT_STEPS = 200
-DEFAULT_STEPS_SMALL_EPS = 25
 SMALL_EPS = 1e-6
 
 
@@ -196,23 +196,32 @@ def steps_allowed(config: JobConfig, fresh: Calibration | None) -> int:
     """The most local steps for which agreement alone is evidence enough."""
     if fresh is not None and fresh.local_steps is not None:
         return fresh.local_steps.largest
+    return 0 if _small_eps(config) else DEFAULT_STEPS
+
+
+def _small_eps(config: JobConfig) -> bool:
     inner = config.inner_optimizer
-    assert inner is not None
-    return DEFAULT_STEPS_SMALL_EPS if inner.kind == "adamw" and inner.eps < SMALL_EPS else DEFAULT_STEPS
+    return inner is not None and inner.kind == "adamw" and inner.eps < SMALL_EPS
 
 
 def _check_local_steps(config: JobConfig, fresh: Calibration | None, stale: bool) -> None:
     steps, allowed = config.train.local_steps, steps_allowed(config, fresh)
-    if steps <= allowed:
+    if steps <= allowed or (config.trust.norm_bound and config.trust.loss_probe):
         return
     if fresh is not None:
         why = f"honest copies of this job stay within {LIMIT:g} up to {allowed} local steps ({FILE})"
+    elif _small_eps(config):
+        why = (
+            f"with AdamW and an eps below {SMALL_EPS:g} copies of models with attention part at the first step;"
+            f" set eps = {SMALL_EPS:g} in [inner_optimizer], or run boinc-train calibrate to measure this one"
+        )
     elif stale:
         why = f"{FILE} is stale, and without one {allowed} are allowed; run boinc-train calibrate again"
     else:
         why = f"without a calibration {allowed} are allowed; run boinc-train calibrate to measure how many may be"
     raise JobError(
-        f"local_steps in [train] is {steps}, too many to be judged by agreement alone: {why}. Lower local_steps"
+        f"local_steps in [train] is {steps}, too many to be judged by agreement alone: {why}. Lower local_steps, or"
+        " set norm_bound = 3.0 and loss_probe = 0.9 in [trust]"
     )
 
 

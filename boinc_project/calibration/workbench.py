@@ -20,7 +20,7 @@ from apps.gradient.backends import Backend
 from apps.gradient.checkpoint import Checkpoint
 from apps.gradient.runner import Form, Loaded, NotFinite, Run
 from boinc_project.calibration.replicas import Replica
-from boinc_project.contract.codecs import Codec
+from boinc_project.contract.codecs import Codec, CodecSeed
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import Batch, Microtask
 from boinc_project.contract.update import read_update, update_types, write_update
@@ -139,7 +139,7 @@ class Workbench:
     @property
     def _codec(self) -> Codec:
         # What the file is compressed with changes no number.
-        return Codec(self.config.codec.kind, self.config.codec.block, "none")
+        return dataclasses.replace(self.config.codec.codec(), compression="none")
 
     def _run(self, replica: Replica, loaded: Loaded) -> Run:
         if replica.name not in self._backends:
@@ -147,11 +147,13 @@ class Workbench:
         torch.set_num_threads(replica.threads)
         return Run(loaded, self._backends[replica.name])
 
-    def judged(self, mode: str, tensors: Tensors, steps: int) -> Tensors:
-        """An update of so many steps, written with the job's codec and read again: what the validator compares."""
+    def judged(self, mode: str, tensors: Tensors, steps: int, version: int, slot: int) -> Tensors:
+        """An update of so many steps, written with the codec of that microtask and read again: what the validator
+        compares."""
         types = update_types(self.gradient_graph, mode, steps)
-        data = write_update(tensors, types, {"microtask": _DIGEST}, self._codec)
-        return read_update(data, types, self._codec, _DIGEST).tensors
+        codec = self._codec.seeded(CodecSeed(self.config.job.seed, version, slot))
+        data = write_update(tensors, types, {"microtask": _DIGEST}, codec)
+        return read_update(data, types, codec, _DIGEST).tensors
 
 
 _DIGEST = "0" * 64  # these microtasks are nobody's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,9 @@ def calibrate(
 ) -> None:
     """Compute some of the job's own microtasks in every way this machine knows, and say which tolerance tells honest
     copies from lies, and how many local steps honest copies bear. `job create` reads what it writes."""
+    # Threads that wait for one another by spinning take a busy machine's processors from those that compute; OpenMP
+    # reads this when PyTorch is loaded, which is below.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     console = Console(stderr=True)
     job = load_job(job_toml, console)
     path = output or job.folder / record.FILE
@@ -113,8 +117,8 @@ def verdicts(made: Calibration, config: JobConfig) -> list[str]:
         found.append(f"Write tolerance = {band.tolerance:g} into [workunit] (it is {config.workunit.tolerance:g} now).")
     elif band.largest > LIMIT:
         found.append(
-            f"Honest copies are up to {band.largest:.1e} apart: too far for agreement. Lower local_steps, or set"
-            " eps = 1e-6 and max_norm = 1.0 in [inner_optimizer]."
+            f"Honest copies are up to {band.largest:.1e} apart: too far for agreement. Use a codec that rounds less,"
+            " lower local_steps, or set eps = 1e-6 and max_norm = 1.0 in [inner_optimizer]."
         )
     else:
         found.append(

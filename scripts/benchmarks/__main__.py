@@ -12,6 +12,7 @@ from scripts.benchmarks.common import BenchmarkSkipped, machine
 
 #: Name of a measurement (and of its module) -> what it says.
 BENCHMARKS = {
+    "agreement": "how far honest copies drift apart across numpy, PyTorch and OpenCL, and what must be told from them",
     "aggregate": "robust rules on 25 contributions of 300,000 numbers against byzfl's, one thread each",
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
     "byzantine": "accuracy and accepted lies under attack: rules against byzfl's, and the whole system, simulated",

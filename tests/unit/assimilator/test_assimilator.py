@@ -16,15 +16,16 @@ import sqlalchemy as sa
 
 from assimilator import __main__ as assimilator_module
 from assimilator import apply, intake
-from assimilator import evaluation as evaluation_module
 from assimilator.policies import policy
 from assimilator.replay import replay
 from boinc_project import database, durable, job_folder, store
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.jobs import roll_back
 from boinc_project.contract.errors import ContractError
+from boinc_project.contract.microtask import FileRef
 from boinc_project.daemon import Options, RetryLater
 from boinc_project.gt_tables import Disposition, JobState, gt_job, gt_ledger, gt_microtask, gt_round, gt_version
+from boinc_project.held_out import evaluation_microtask
 from boinc_project.states import AssimilateState, ErrorMask
 from tests.tiny_project import TinyProject, tiny_project
 
@@ -364,7 +365,9 @@ def test_held_out_evaluation_covers_every_sample_once_and_names_all_its_files(pr
     with project.db.read() as connection:
         row = store.version_row(connection, project.job_id, 1)
     assert row is not None
-    microtask, files = evaluation_module.evaluation_microtask(project.job, row)
+    digest = str(row["state_sha256"])
+    path = project.job.folder.state_path(1, digest)
+    microtask, files = evaluation_microtask(project.job, 1, FileRef(digest, path.stat().st_size), path)
     assert microtask.samples == 50
     assert set(files) == set(microtask.files)
 

@@ -12,7 +12,7 @@ from boinc_project.calibration import record
 from boinc_project.calibration.record import Calibration, LocalSteps
 from boinc_project.calibration.spread import Band, Noise
 from boinc_project.contract.errors import ContractError
-from boinc_project.job_config import JobConfig, JobError
+from boinc_project.job_config import JobConfig, JobError, TrustSection
 from tests.tiny_project import exported
 
 BAND = Band(5, 21, 1e-7, 2e-7, 3e-7, "delta/0.weight", {"delta": 3e-7, "metric": 1e-8}, {"tf32": 4e-4, "half": 0.7})
@@ -76,7 +76,7 @@ def test_it_is_bound_to_what_decides_how_far_copies_part_and_not_to_the_number_o
     ("steps", "inner", "calibration", "remedy"),
     [
         (201, {}, None, "run boinc-train calibrate to measure"),
-        (26, {"eps": 1e-8}, None, "run boinc-train calibrate to measure"),
+        (2, {"eps": 1e-8}, None, "set eps = 1e-06 in .inner_optimizer., or run boinc-train calibrate"),
         (41, {}, "fresh", "up to 40 local steps"),
         (201, {}, "stale", "calibration.json is stale"),
     ],
@@ -93,14 +93,14 @@ def test_more_local_steps_than_agreement_can_judge_are_refused(
 
 @pytest.mark.parametrize(
     ("steps", "inner", "largest"),
-    [(200, {}, None), (25, {"eps": 1e-8}, None), (200, {"kind": "sgd", "eps": 1e-8}, None), (300, {}, 300)],
+    [(200, {}, None), (2, {"eps": 1e-8}, 2), (200, {"kind": "sgd", "eps": 1e-8}, None), (300, {}, 300)],
 )
 def test_as_many_as_agreement_can_judge_are_allowed(steps: int, inner: dict[str, Any], largest: int | None) -> None:
     job = config(steps, **inner)
     found = (
         None
         if largest is None
-        else made(largest, bound_to=binding(job), delta=dataclasses.replace(BAND, steps=300, apart={"half": 0.7}))
+        else made(largest, bound_to=binding(job), delta=dataclasses.replace(BAND, steps=steps, apart={"half": 0.7}))
     )
     assert record.check(job, binding(job), found) == []
 
@@ -130,3 +130,13 @@ def test_a_tolerance_measured_at_another_number_of_steps_says_nothing() -> None:
 def test_sync_jobs_have_no_limit_of_steps() -> None:
     job, graphs = exported()
     assert record.check(job.config, record.binding(job.config, graphs.gradient, graphs.optimizer), None) == []
+
+
+def test_norm_bound_and_loss_probe_together_allow_any_number_of_steps() -> None:
+    job = config(400)
+    for norm, probe in ((3.0, 0.0), (0.0, 0.9)):
+        one = dataclasses.replace(job, trust=TrustSection(norm_bound=norm, loss_probe=probe))
+        with pytest.raises(JobError, match=r"norm_bound = 3\.0 and loss_probe = 0\.9"):
+            record.check(one, binding(one), None)
+    both = dataclasses.replace(job, trust=TrustSection(norm_bound=3.0, loss_probe=0.9))
+    assert record.check(both, binding(both), None) == []
