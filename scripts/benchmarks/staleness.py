@@ -4,9 +4,9 @@ The real daemons decide, in virtual time (boinc_project/simulator). `--hosts` ho
 0.5) have one task each, of `--task-s` seconds on the median one; who needs how long follows from the seed and is the
 same for all policies. A version is made of K contributions: with fewer of them more versions pass while a task is out.
 Each mean lag is a K, hosts / (lag + 1); the lag that came out is measured: the mean age of what was applied, in
-versions. The synchronous run waits for all hosts (K = hosts), once with DiLoCo's outer Nesterov step and once with plain
-averaging; the better one is the reference. All runs apply the same number of samples, over the same job (examples/digits, local
-steps of SGD, cosine schedule), without replication, to which lateness is all the same.
+versions. The synchronous run waits for all hosts (K = hosts), once with DiLoCo's outer Nesterov step and once with
+plain averaging; the better one is the reference. All runs apply the same number of samples, over the same job
+(examples/digits, local steps of SGD, cosine schedule), without replication, to which lateness is all the same.
 
     final loss               held-out loss of the last version; of each policy the median over the seeds
     default_loss_ratio_lag10 final loss of the default policy (buffered) at lag 10 / of the synchronous one; median
