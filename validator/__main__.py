@@ -34,7 +34,7 @@ from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
 from validator import traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
-from validator.case import Case, Verdict
+from validator.case import Case, Verdict, make_marks
 from validator.decision import SOON
 from validator.drift import findings
 from validator.evidence import Judge
@@ -251,9 +251,11 @@ class Validator:
             if verdict is not None:
                 batch.append(verdict)
             if batch and time.monotonic() - since > BATCH_S:
+                make_marks(batch)
                 yield batch
                 batch, since = [], time.monotonic()
         if batch:
+            make_marks(batch)
             yield batch
 
     def _guarded(self, case: Case) -> Verdict | None:
