@@ -167,7 +167,7 @@ def test_fresh_accounts_of_one_network_are_one_vote(project: TinyProject) -> Non
 
 
 def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject) -> None:
-    first, other = adaptive(project)
+    first, _ = adaptive(project)
     trusted(project, 1, kind_of(project))
     validator = project.validator()
     validator.judge.norms[kind_of(project)] = deque([1e-6] * 9)
