@@ -34,7 +34,7 @@ from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
 from validator import doubts, traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
-from validator.case import Case, Verdict
+from validator.case import Case, Verdict, make_marks
 from validator.decision import SOON
 from validator.doubts import NotYet
 from validator.drift import findings
@@ -252,9 +252,11 @@ class Validator:
             if verdict is not None:
                 batch.append(verdict)
             if batch and self.clock() - since > BATCH_S:
+                make_marks(batch)
                 yield batch
                 batch, since = [], self.clock()
         if batch:
+            make_marks(batch)
             yield batch
 
     def _guarded(self, case: Case) -> Verdict | None:

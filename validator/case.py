@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from boinc_project import store
+from boinc_project.contract.codecs import Array
 from boinc_project.gt_tables import Judgement
 from boinc_project.states import ValidateState
 from boinc_project.store import JobRow
 from validator.decision import Decision, ResultChange
+from validator.fingerprint import Layout, fingerprints
 from validator.voters import Records
 
+_TOGETHER = 32  # updates whose fingerprints are made in one go: their numbers stay in the processor's cache
 _INFINITE = 1e9  # a distance that a database can hold, for updates whose integers differ
 
 
@@ -39,11 +42,36 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Unmarked:
+    """Small updates whose fingerprints nothing has needed yet, by result id; many of them are made in one go."""
+
+    layout: Layout
+    tensors: Mapping[int, Mapping[str, Array]]
+    marks: dict[int, bytes]  # of the verdict
+
+
+def make_marks(verdicts: Sequence[Verdict]) -> None:
+    """Make the fingerprints that are still to be made."""
+    by_layout: dict[int, list[tuple[Unmarked, int]]] = {}
+    for verdict in verdicts:
+        if (unmarked := verdict.unmarked) is not None:
+            settled = (i for i in unmarked.tensors if (c := verdict.decision.results.get(i)) and _word(c, False))
+            by_layout.setdefault(id(unmarked.layout), []).extend((unmarked, i) for i in settled)
+    for wanted in by_layout.values():
+        for start in range(0, len(wanted), _TOGETHER):
+            part = wanted[start : start + _TOGETHER]
+            blobs = fingerprints([unmarked.tensors[i] for unmarked, i in part], part[0][0].layout)
+            for (unmarked, i), blob in zip(part, blobs, strict=True):
+                unmarked.marks[i] = blob
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What is to be written for a case.
 
     Of the readable payloads, by result id: `digests`, `marks` (fingerprints), `distances` to the canonical one;
-    `suspicions` says of which of them why they look copied. `accepted` is the row of gt_accepted, if there is one.
+    `suspicions` says of which of them why they look copied. `unmarked`: what `marks` are still to be made from.
+    `accepted` is the row of gt_accepted, if there is one.
     """
 
     case: Case
@@ -54,6 +82,7 @@ class Verdict:
     suspicions: Mapping[int, str]
     kind: str
     accepted: store.Row | None = None
+    unmarked: Unmarked | None = None
 
     def trails(self, now: float) -> list[store.Row]:
         """Rows of gt_fingerprint for the results that this verdict settles."""

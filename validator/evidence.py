@@ -20,11 +20,13 @@ from boinc_project import store
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
 from boinc_project.contract.microtask import essentials
+from boinc_project.contract.opset import TensorType
 from boinc_project.database import Database
+from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
 from validator import traces
 from validator.agreement import distance, pair_distances
-from validator.case import Case, Verdict
+from validator.case import Case, Unmarked, Verdict
 from validator.copies import Copies, same_file, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
 from validator.doubts import Doubts
@@ -35,6 +37,8 @@ from validator.replication import STRANGE_NORM, why_not_alone
 from validator.sanity import load
 from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
 
+_LAYOUTS = 64
+_NOTHING_ASKED = TrustSection()
 NORMS, LEAST_NORMS = 99, 9  # of the latest updates, whose median is usual
 
 log = logging.getLogger("validator")
@@ -61,6 +65,7 @@ class Judge:
     clock: Callable[[], float] = time.time
     copies: Copies = field(default_factory=Copies)
     replays: Replays = field(default_factory=Replays)
+    layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
     norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
 
     @cached_property
@@ -89,7 +94,10 @@ class Judge:
                 reading.tensors[identifier], reading.digests[identifier] = payload.update.tensors, payload.sha256
                 reading.metadata[identifier] = payload.update.metadata
         estimates, suspicions = dict[int, float](), dict[int, str]()
-        if (layout := layout_of(types)) is not None:
+        layout, unmarked = self._layout(types), None
+        if layout is not None and layout.owner.size and _is_plain(case):
+            unmarked = Unmarked(layout, reading.tensors, reading.marks)
+        elif layout is not None:
             blobs = fingerprints(list(reading.tensors.values()), layout)
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
             estimates = self._estimates(case, reading, layout)
@@ -99,8 +107,11 @@ class Judge:
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
         witnesses = self._witnesses(case, kind)
-        rules = replace(self.independence, devices=case.job.config.trust.independent_devices)
-        votes = count_votes(witnesses, same_file(reading.digests, reading.metadata), rules)
+        rules = self.independence
+        if case.job.config.trust.independent_devices:
+            rules = replace(rules, devices=True)
+        files = same_file(reading.digests, reading.metadata)
+        votes = count_votes(witnesses, files, rules)
         evidence = Evidence(
             case.unit,
             case.results,
@@ -117,7 +128,7 @@ class Judge:
         canonical = int(decision.canonical or case.unit["canonical_resultid"] or 0)
         apart = {i: pairs[min(i, canonical), max(i, canonical)] for i in _others(reading.tensors, canonical)}
         apart = apart or estimates
-        return Verdict(case, decision, reading.digests, reading.marks, apart, suspicions, kind, accepted)
+        return Verdict(case, decision, reading.digests, reading.marks, apart, suspicions, kind, accepted, unmarked)
 
     def _by_server(self, case: Case, reading: Reading, suspicions: Mapping[int, str]) -> dict[str, Any]:
         """What the server computes, or has computed, of this microtask itself: fields of Evidence."""
@@ -156,6 +167,15 @@ class Judge:
             i: why_not_alone(witness, self.lottery, trust.audit_floor, case.name, i, suspicions.get(i, ""))
             for i, witness in witnesses.items()
         }
+
+    def _layout(self, types: Mapping[str, TensorType]) -> Layout | None:
+        """The layout for updates of these types; a job's folder gives the same object again and again."""
+        kept = self.layouts.get(id(types))
+        if kept is None or kept[0] is not types:
+            if len(self.layouts) >= _LAYOUTS:
+                self.layouts.clear()
+            kept = self.layouts[id(types)] = (types, layout_of(types))
+        return kept[1]
 
     def _estimates(self, case: Case, reading: Reading, layout: Layout) -> dict[int, float]:
         """Distances of late copies to a canonical result whose file is gone, as far as its fingerprint is there."""
@@ -211,6 +231,11 @@ class Judge:
         except (OSError, ValueError, ContractError):
             return None
         return step_as_update(before, after, names)
+
+
+def _is_plain(case: Case) -> bool:
+    """Whether nothing depends on fingerprints: no late copy, and a job that asks for nothing but its quorum."""
+    return not case.unit["canonical_resultid"] and case.job.config.trust == _NOTHING_ASKED
 
 
 def _others(readable: Mapping[int, Any], canonical: int) -> list[int]:

@@ -12,6 +12,8 @@ A fingerprint has at most max(1/1000 of the update as float32, 1 KiB) bytes. Lit
     uint16 or uint32 [k]   positions within their tensors, larger magnitudes first, equal ones by position
     int16 [k]    values in units of the tensor's largest magnitude / 32767
 
+(In small updates magnitudes within 1.5e-8 of the tensor's largest one count as equal.)
+
 Every tensor has the same number of positions, or all of its own if it has fewer. If not even one for each fits, the
 largest tensors have theirs. Integer tensors have none. A fingerprint is read with the types of its update.
 """
@@ -20,6 +22,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +41,8 @@ _FIRST = bytes([FORMAT])
 SHARE, LEAST_BYTES = 1000, 1024  # bytes: 1/1000 of the dense size, or so many
 UNITS = 32767
 _TOGETHER = 8192  # elements of an update whose tensors are handled in one go
+_PLACE_BITS, _STEP_BITS = 13, 26  # of their places; of magnitudes, in steps below the largest of their tensor
+_OWNER_BIT = _PLACE_BITS + _STEP_BITS + 1
 _BLOCK = 64  # elements of a large tensor of which only the largest is looked at first
 _WORK = ("gradient", "delta")  # families of what was computed; buffers and metrics only go along
 
@@ -48,9 +54,10 @@ class Layout:
     names     its tensors, in order; sizes: their elements; starts: where they begin when they are laid end to end
     counts    positions marked of each
     marked    the tensor of each marked position; marked_starts: where that begins
-    owner     the tensor of each element, and ranks: twice that; both are empty if the update is large
+    owner     the tensor of each element, and keys: that and its place, to be sorted by; empty if the update is large
     picks     places of the marked ones among the elements sorted by tensor and magnitude
-    first     places, among the marked positions, of the two largest of each gradient or delta
+    first     where the positions of the two largest of each gradient or delta are in a fingerprint, and first_starts:
+              where their tensors begin
     families  tensors and elements of each family
     """
 
@@ -61,9 +68,10 @@ class Layout:
     marked: Array
     marked_starts: Array
     owner: Array
-    ranks: Array
+    keys: Array
     picks: Array
-    first: Array
+    first: struct.Struct
+    first_starts: tuple[int, ...]
     families: tuple[tuple[Array, int], ...]
     position_type: str
     nbytes: int
@@ -128,13 +136,23 @@ def _layout(tensors: tuple[tuple[str, int], ...], limit: int) -> Layout | None:
         marked=marked,
         marked_starts=starts[marked],
         owner=owner,
-        ranks=2.0 * owner,
+        keys=(owner.astype(np.int64) << _OWNER_BIT) + (1 << (_STEP_BITS + _PLACE_BITS)) + np.arange(owner.size),
         picks=np.concatenate([start + np.arange(n) for start, n in zip(starts, counts, strict=True)]),
-        first=np.array(first, dtype=np.int64),
+        first=_picker(first, 4 if each == 6 else 2, 1 + 8 * len(names)),
+        first_starts=tuple(starts[marked[at]].item() for at in first),
         families=tuple((each_one, int(sizes[each_one].sum())) for each_one in members),
         position_type="<u2" if each == 4 else "<u4",
         nbytes=1 + 8 * len(names) + each * int(counts.sum()),
     )
+
+
+def _picker(places: Sequence[int], width: int, offset: int) -> struct.Struct:
+    """Reads the positions at these places of a fingerprint, and nothing between them."""
+    text, at = f"<{offset}x", 0
+    for place in places:
+        text += f"{(place - at) * width}x{'I' if width == 4 else 'H'}"
+        at = place + 1
+    return struct.Struct(text)
 
 
 def fingerprints(updates: Sequence[Mapping[str, Array]], layout: Layout) -> list[bytes]:
@@ -158,8 +176,10 @@ def _of_small(updates: Sequence[Mapping[str, Array]], layout: Layout) -> tuple[A
     norms = np.sqrt(np.add.reduceat(flat * flat, layout.starts, axis=1))
     scales = 1.0 / np.where(tops > 0, tops, np.inf)
     sizes *= scales.take(layout.owner, axis=1)
-    order = np.argsort(layout.ranks - sizes, axis=1, kind="stable")
-    places = order.take(layout.picks, axis=1)
+    # Sorting numbers is faster than sorting by them: tensor, steps below the largest, and place in one integer each.
+    keys = layout.keys - ((sizes * (1 << _STEP_BITS)).astype(np.int64) << _PLACE_BITS)
+    keys.sort(axis=1)
+    places = keys.take(layout.picks, axis=1) & ((1 << _PLACE_BITS) - 1)
     values = flat.take(places + np.arange(len(updates))[:, None] * flat.shape[1]) * scales.take(layout.marked, axis=1)
     return norms, tops, places, np.rint(values * UNITS)
 
@@ -289,5 +309,4 @@ def _is_work(name: str) -> bool:
 
 def heads(blob: bytes, layout: Layout) -> frozenset[int]:
     """Where the very largest values of the work are: a quick look before `unlikeness`."""
-    positions = np.frombuffer(blob, layout.position_type, layout.marked.size, 1 + 8 * len(layout.names))
-    return frozenset((positions[layout.first] + layout.marked_starts[layout.first]).tolist())
+    return frozenset(map(operator.add, layout.first.unpack_from(blob), layout.first_starts))

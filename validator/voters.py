@@ -19,7 +19,7 @@ import ipaddress
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from boinc_project.reliability import is_distrusted, is_trusted, reliability
 from boinc_project.standard.plan_classes import processor_of
@@ -33,8 +33,7 @@ _ANONYMOUS = {-3: "nvidia", -4: "amd", -5: "intel_gpu", -6: "apple_gpu"}
 _ENTRY = re.compile(r"\[([^\[\]]*)\]")
 
 
-@dataclass(frozen=True)
-class Witness:
+class Witness(NamedTuple):
     """Who made a copy, from the server's own records.
 
     network    its address without the last part; '' where that says nothing (unknown, private, loopback)
@@ -54,6 +53,9 @@ class Witness:
     trusted: bool = False
     distrusted: bool = False
     reliability: float = 0.0
+
+
+_NOTHING_KNOWN = Witness(0, 0)[2:]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Independence:
 
 def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rules: Independence) -> Votes:
     """Label the copies of a workunit by independent voters. `files`: digest of the copies that are one file."""
+    if not files and _are_strangers(witnesses, rules):
+        return Votes({i: i for i in witnesses}, frozenset(witnesses))
     parent = {identifier: identifier for identifier in witnesses}
 
     def root(i: int) -> int:
@@ -92,6 +96,16 @@ def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rule
         i: None if witness.distrusted or witness.groups & rules.blocked else root(i) for i, witness in witnesses.items()
     }
     return Votes(voters, frozenset(i for i, witness in witnesses.items() if not witness.newcomer))
+
+
+def _are_strangers(witnesses: Mapping[int, Witness], rules: Independence) -> bool:
+    """The common case, told quickly: all users and hosts differ, and nothing else is known of them."""
+    known = witnesses.values()
+    return (
+        len({witness.host for witness in known}) == len(witnesses)
+        and (not rules.one_vote_per_user or len({witness.user for witness in known}) == len(witnesses))
+        and all(witness[2:] == _NOTHING_KNOWN for witness in known)
+    )
 
 
 def _ties(witness: Witness, file: str, rules: Independence) -> Iterable[tuple[str, Hashable]]:

@@ -18,7 +18,7 @@ from boinc_project.states import Outcome, ServerState, ValidateState
 from validator.decision import Decision, Evidence, Sanity, decide, needed
 from validator.lottery import Lottery
 from validator.replication import why_not_alone
-from validator.voters import Witness
+from validator.voters import Independence, Witness, count_votes
 
 
 @dataclass
@@ -106,3 +106,20 @@ def test_adaptive_replication_with_audits_accepts_nearly_every_copy_and_hardly_a
     bad = run(4000, 3000) / 3000
     assert bad < 0.005
     assert 3000 / world.copies >= 0.88
+
+
+def test_a_broken_family_of_cards_never_confirms_itself_in_a_thousand_workunits() -> None:
+    """O26: 30 % of the hosts have one family with one broken driver and return the same wrong numbers."""
+    world = World(0.3)
+
+    def by_device(hosts: Mapping[int, int]) -> dict[str, Any]:
+        made = {
+            i: Witness(host, host, device="Broken 5700 20101" if host < world.f * world.hosts else f"Good {host % 3}")
+            for i, host in hosts.items()
+        }
+        votes = count_votes(made, {}, Independence(devices=True))
+        return {"voters": votes.voters, "established": votes.established}
+
+    assert sum(world.judge(n, 2, by_device)[0] for n in range(1000)) == 0
+    trusting = World(0.3)
+    assert sum(trusting.judge(n, 2)[0] for n in range(200)) > 0, "without independence it does"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,3 +164,15 @@ def test_fresh_accounts_of_one_network_are_one_vote(project: TinyProject) -> Non
     project.answer(fourth, user=4)
     judged(project)
     assert unit_of(project, pair[0])["canonical_resultid"], "somebody known and one vote of the network"
+
+
+def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject) -> None:
+    first, _ = adaptive(project)
+    trusted(project, 1, kind_of(project))
+    validator = project.validator()
+    validator.judge.norms[kind_of(project)] = deque([1e-6] * 9)
+    project.answer(first, user=1)
+    project.transitioner.run_once()
+    validator.one_pass()
+    unit = unit_of(project, first)
+    assert (unit["canonical_resultid"], unit["min_quorum"]) == (0, 2)

@@ -13,7 +13,7 @@ from boinc_project import database, store
 from boinc_project.gt_tables import gt_fingerprint, gt_trust
 from boinc_project.states import ServerState
 from tests.tiny_project import TinyProject, tiny_project
-from tests.trusting import gradients_of, with_gradients
+from tests.trusting import gradients_of, with_gradients, with_trust
 from validator import traces
 from validator.copies import same_file
 
@@ -92,6 +92,7 @@ def test_a_result_that_was_set_back_by_hand_is_judged_again_and_keeps_its_first_
 def test_the_same_gradient_sent_for_another_microtask_is_named_also_by_a_validator_that_starts_afresh(
     project: TinyProject, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with_trust(project, audit_floor=0.5)  # any key of [trust]: copied work is looked for
     results = project.issue()
     units = sorted({r["workunitid"] for r in results})
     of_unit = {unit: [r for r in results if r["workunitid"] == unit] for unit in units}
@@ -112,6 +113,7 @@ def test_the_same_gradient_sent_for_another_microtask_is_named_also_by_a_validat
 def test_the_server_s_own_step_sent_as_a_gradient_is_named(
     project: TinyProject, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with_trust(project, audit_floor=0.5)  # any key of [trust]: copied work is looked for
     project.make_version()
     results = project.issue()
     job = project.job
@@ -127,6 +129,7 @@ def test_the_server_s_own_step_sent_as_a_gradient_is_named(
 
 
 def test_honest_rounds_look_copied_to_nobody(project: TinyProject, caplog: pytest.LogCaptureFixture) -> None:
+    with_trust(project, audit_floor=0.5)  # any key of [trust]: copied work is looked for
     for _ in range(3):
         project.make_version()
     assert not [r for r in caplog.records if "looks copied" in r.message]
