@@ -75,10 +75,10 @@ def test_it_is_bound_to_what_decides_how_far_copies_part_and_not_to_the_number_o
 @pytest.mark.parametrize(
     ("steps", "inner", "calibration", "remedy"),
     [
-        (201, {}, None, "run boinc-train calibrate to measure"),
+        (51, {}, None, "run boinc-train calibrate to measure"),
         (2, {"eps": 1e-8}, None, "set eps = 1e-06 in .inner_optimizer., or run boinc-train calibrate"),
         (41, {}, "fresh", "up to 40 local steps"),
-        (201, {}, "stale", "calibration.json is stale"),
+        (51, {}, "stale", "calibration.json is stale"),
     ],
 )
 def test_more_local_steps_than_agreement_can_judge_are_refused(
@@ -93,7 +93,7 @@ def test_more_local_steps_than_agreement_can_judge_are_refused(
 
 @pytest.mark.parametrize(
     ("steps", "inner", "largest"),
-    [(200, {}, None), (2, {"eps": 1e-8}, 2), (200, {"kind": "sgd", "eps": 1e-8}, None), (300, {}, 300)],
+    [(50, {}, None), (2, {"eps": 1e-8}, 2), (50, {"kind": "sgd", "eps": 1e-8}, None), (300, {}, 300)],
 )
 def test_as_many_as_agreement_can_judge_are_allowed(steps: int, inner: dict[str, Any], largest: int | None) -> None:
     job = config(steps, **inner)
