@@ -31,10 +31,10 @@ STARTUP_FLOPS = 1e10  # what a task costs besides its steps (work_generator/work
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=16, help="hosts at the beginning (default 16)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
-    parser.add_argument("--versions", type=int, default=10, help="model versions (default 10)")
-    parser.add_argument("--microtasks", type=int, default=128, help="microtasks of a version (default 128)")
+    parser.add_argument("--versions", type=int, default=5, help="model versions (default 5)")
+    parser.add_argument("--microtasks", type=int, default=384, help="microtasks of a version (default 384)")
     parser.add_argument("--task-s", type=float, default=300.0, help="a task's seconds on the median host (default 300)")
-    parser.add_argument("--patience", type=float, default=5.0, help="task times until a copy is late (default 5)")
+    parser.add_argument("--patience", type=float, default=4.0, help="task times until a copy is late (default 4)")
     parser.add_argument("--leave", type=float, default=0.5, help="share of hosts that leave (default 0.5)")
     parser.add_argument("--on-share", type=float, default=1.0, help="share of time for which hosts are on (default 1)")
 
