@@ -22,7 +22,7 @@ from boinc_project.simulator.report import DEFINITIONS, Report, draw
 from boinc_project.simulator.simulation import Settings
 from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
-from scripts.benchmarks.simulations import example, plot_path, run
+from scripts.benchmarks.simulations import LONG_TASKS, example, plot_path, run
 
 GOALS = {"goodput": ">= 0.88", "loss_ratio": "<= 1.021"}
 STARTUP_FLOPS = 1e10  # what a task costs besides its steps (work_generator/workunits.py); they are small beside it here
@@ -76,7 +76,7 @@ def _pair(options: argparse.Namespace, seed: int) -> tuple[Report, Report]:
     job = example("digits", 32, sections)
     flops = STARTUP_FLOPS / options.task_s
     hosts = synthetic_hosts(options.hosts, seed, flops=flops, on_share=options.on_share)
-    settings = Settings(seed=seed, noise=0.0)
+    settings = Settings(seed=seed, options=LONG_TASKS)
     calm = run(job, hosts, settings)
     print(f"seed {seed}, undisturbed: {calm.text()}", flush=True)
     leaving = with_departures(hosts, options.leave, calm.last.when_s, seed)
