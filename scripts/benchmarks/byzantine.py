@@ -201,7 +201,8 @@ def _pairs(options: argparse.Namespace, counts: Sequence[int]) -> float:
                           "max_versions": -(-options.workunits // slots), "evaluate_every": 0},
                 "supply": {"straggler_after_s": 86400},
             }  # fmt: skip
-            hosts = synthetic_hosts(N, seed, flops=5e7)
+            # Alike, with unlike tasks: who shares a workunit with whom is drawn anew each time, as the formula has it.
+            hosts = synthetic_hosts(N, seed, flops=5e7, flops_sigma=0.0, jitter=0.5)
             bad = np.random.default_rng([seed, f]).permutation(N)[:f]
             behaviours = {hosts[number].name: SignFlip() for number in bad}
             report = run(example("digits", 16, sections), hosts, Settings(seed=seed, options=LONG_TASKS), behaviours)
