@@ -6,6 +6,7 @@ lies in a transaction that re-checks it. What it is not: a decision about anythi
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -92,6 +93,10 @@ def sent_versions(connection: Connection, appid: int) -> list[Row]:
 
 # Jobs
 
+# The documents of a job never change, and every pass of every daemon asks for them.
+_parsed_config = functools.lru_cache(maxsize=64)(JobConfig.from_json)
+_parsed_facts = functools.lru_cache(maxsize=64)(JobFacts.from_json)
+
 
 def job_row(row: Row) -> JobRow:
     folder = Path(str(row["folder"]))
@@ -103,8 +108,8 @@ def job_row(row: Row) -> JobRow:
         note=str(row["note"]),
         current_version=int(row["current_version"]),
         create_time=int(row["create_time"]),
-        config=JobConfig.from_json(str(row["config"]), folder),
-        facts=JobFacts.from_json(str(row["facts"])),
+        config=_parsed_config(str(row["config"]), folder),
+        facts=_parsed_facts(str(row["facts"])),
         folder=JobFolder(folder),
     )
 

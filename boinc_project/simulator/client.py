@@ -278,6 +278,8 @@ class Client:
 
     def _compute(self, task: Task) -> None:
         seconds = self.behaviour.works * task.work.flops / self.host.flops
+        if self.host.jitter:
+            seconds *= math.exp(self.host.jitter * float(self.draws.standard_normal()))
         task.compute_s = seconds
         task.computing = self.processors.add(seconds, lambda: self._computed(task))
 

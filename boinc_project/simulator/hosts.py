@@ -23,6 +23,7 @@ class Host:
     flops        operations per second of one processor, as the application reaches them
     down, up     bytes per second of the line
     latency      seconds that each file costs besides
+    jitter       sigma of the log-normal factor by which the runtime of each task differs: others use the computer, too
     active       when it is on: (from, to), ascending, without overlaps; the last `to` may be infinite
     period       seconds after which `active` begins again; 0: never, and after the last one the host is gone for good
     leaves       when it is gone for good in any case
@@ -34,6 +35,7 @@ class Host:
     down: float = 2.5e6
     up: float = 1e6
     latency: float = 0.05
+    jitter: float = 0.0
     active: tuple[Interval, ...] = ((0.0, math.inf),)
     period: float = 0.0
     leaves: float = math.inf
@@ -44,6 +46,8 @@ class Host:
             raise HostsError(f"host {self.name}: speed and bandwidth must be above 0, not {numbers}")
         if not 1 <= self.processors <= 4096 or not 0 <= self.latency < math.inf:
             raise HostsError(f"host {self.name}: it needs 1 to 4096 processors and a latency of 0 seconds or more")
+        if not 0 <= self.jitter <= 3:
+            raise HostsError(f"host {self.name}: its jitter must be 0 to 3, not {self.jitter}")
         last = 0.0
         for start, end in self.active:
             if not last <= start < end:  # NaN fails as well

@@ -254,7 +254,10 @@ def simulated(
 ) -> Iterator[Simulation]:  # fmt: skip
     """A simulation ready to `run`, in a folder of its own; what came of it can be read until the block ends."""
     gc.freeze()  # what PyTorch and others have made at their import would be looked through again and again
-    with private_folder() as folder:
-        made = Simulation(folder, job, exported, hosts, settings or Settings(), behaviours or {})
-        with made.prepared() as simulation:
-            yield simulation
+    try:
+        with private_folder() as folder:
+            made = Simulation(folder, job, exported, hosts, settings or Settings(), behaviours or {})
+            with made.prepared() as simulation:
+                yield simulation
+    finally:
+        gc.unfreeze()

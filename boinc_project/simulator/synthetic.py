@@ -11,6 +11,7 @@ The same seed gives the same hosts; the first n of many are the hosts of a call 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -22,24 +23,25 @@ WEIBULL_SHAPE, OFF_SIGMA = 0.6, 1.5
 
 def synthetic_hosts(
     count: int, seed: int, *, on_share: float = 1.0, mean_session_s: float = 4 * 3600.0, horizon: float = 30 * 86400.0,
-    flops: float = 4e9, flops_sigma: float = 0.5, processors: int = 1,
+    flops: float = 4e9, flops_sigma: float = 0.5, jitter: float = 0.0, processors: int = 1,
 ) -> list[Host]:  # fmt: skip
     """`count` hosts. `on_share`: the share of time for which they are on, in sessions of this mean length; 1: always.
 
-    Sessions are drawn up to `horizon` seconds; after it a host is gone.
+    Sessions are drawn up to `horizon` seconds; after it a host is gone. `jitter` is that of every host's tasks.
     """
     if not 0 < on_share <= 1:
         raise ValueError(f"on_share must be above 0 and at most 1, not {on_share}")
-    return [
-        _host(number, np.random.default_rng([seed, number]), on_share, mean_session_s, horizon, flops, flops_sigma,
-              processors)
-        for number in range(count)
-    ]  # fmt: skip
+    made = []
+    for number in range(count):
+        draws = np.random.default_rng([seed, number])
+        host = _host(number, draws, on_share, mean_session_s, horizon, flops, flops_sigma)
+        made.append(dataclasses.replace(host, processors=processors, jitter=jitter))
+    return made
 
 
 def _host(
     number: int, draws: np.random.Generator, on_share: float, mean_session: float, horizon: float, flops: float,
-    flops_sigma: float, processors: int,
+    flops_sigma: float,
 ) -> Host:  # fmt: skip
     speed = flops * math.exp(flops_sigma * draws.standard_normal())
     down = 2.5e6 * math.exp(0.8 * draws.standard_normal())
@@ -47,9 +49,7 @@ def _host(
     active: tuple[Interval, ...] = ((0.0, math.inf),)
     if on_share < 1:
         active = _sessions(draws, on_share, mean_session, horizon)
-    return Host(
-        name=f"host{number}", flops=speed, processors=processors, down=down, up=down / 4, latency=latency, active=active
-    )
+    return Host(name=f"host{number}", flops=speed, down=down, up=down / 4, latency=latency, active=active)
 
 
 def _sessions(draws: np.random.Generator, on_share: float, mean_session: float, horizon: float) -> tuple[Interval, ...]:

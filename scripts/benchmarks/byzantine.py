@@ -48,7 +48,7 @@ from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
 from scripts.benchmarks.digits_workers import ATTACKS, Aggregate, Array, Digits, N, Training, accuracy
 from scripts.benchmarks.peers import peer
-from scripts.benchmarks.simulations import example, plot_path, run
+from scripts.benchmarks.simulations import LONG_TASKS, example, plot_path, run
 
 DEFAULT_RULE = "geometric_median"
 LIES = [name for name in ATTACKS if name != "none"]
@@ -201,10 +201,11 @@ def _pairs(options: argparse.Namespace, counts: Sequence[int]) -> float:
                           "max_versions": -(-options.workunits // slots), "evaluate_every": 0},
                 "supply": {"straggler_after_s": 86400},
             }  # fmt: skip
-            hosts = synthetic_hosts(N, seed, flops=5e7)
+            # Alike, with unlike tasks: who shares a workunit with whom is drawn anew each time, as the formula has it.
+            hosts = synthetic_hosts(N, seed, flops=5e7, flops_sigma=0.0, jitter=0.5)
             bad = np.random.default_rng([seed, f]).permutation(N)[:f]
             behaviours = {hosts[number].name: SignFlip() for number in bad}
-            report = run(example("digits", 16, sections), hosts, Settings(seed=seed), behaviours)
+            report = run(example("digits", 16, sections), hosts, Settings(seed=seed, options=LONG_TASKS), behaviours)
             rates.append(report.accepted_bad_rate)
             copies.append(report.copies_per_accepted)
         share = f / N
@@ -235,7 +236,7 @@ def _system(options: argparse.Namespace, f: int) -> float:
         found: dict[str, float] = {}
         for name in ("none", *SYSTEM_LIES):
             behaviours = {host: SYSTEM_LIES[name](f) for host in bad} if name != "none" else {}
-            report = run(example("digits", 32, sections), hosts, Settings(seed=seed), behaviours)
+            report = run(example("digits", 32, sections), hosts, Settings(seed=seed, options=LONG_TASKS), behaviours)
             if not report.last.evaluation and report.state != "failed":
                 raise BenchmarkFailed(f"{name}: the run ended at version {report.last.version} without an evaluation")
             # A job that had to stop, because its weights were not finite any more, has learned nothing.

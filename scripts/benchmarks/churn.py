@@ -22,7 +22,7 @@ from boinc_project.simulator.report import DEFINITIONS, Report, draw
 from boinc_project.simulator.simulation import Settings
 from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
-from scripts.benchmarks.simulations import example, plot_path, run
+from scripts.benchmarks.simulations import LONG_TASKS, example, plot_path, run
 
 GOALS = {"goodput": ">= 0.88", "loss_ratio": "<= 1.021"}
 STARTUP_FLOPS = 1e10  # what a task costs besides its steps (work_generator/workunits.py); they are small beside it here
@@ -31,10 +31,10 @@ STARTUP_FLOPS = 1e10  # what a task costs besides its steps (work_generator/work
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=16, help="hosts at the beginning (default 16)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
-    parser.add_argument("--versions", type=int, default=10, help="model versions (default 10)")
-    parser.add_argument("--microtasks", type=int, default=128, help="microtasks of a version (default 128)")
+    parser.add_argument("--versions", type=int, default=5, help="model versions (default 5)")
+    parser.add_argument("--microtasks", type=int, default=384, help="microtasks of a version (default 384)")
     parser.add_argument("--task-s", type=float, default=300.0, help="a task's seconds on the median host (default 300)")
-    parser.add_argument("--patience", type=float, default=5.0, help="task times until a copy is late (default 5)")
+    parser.add_argument("--patience", type=float, default=4.0, help="task times until a copy is late (default 4)")
     parser.add_argument("--leave", type=float, default=0.5, help="share of hosts that leave (default 0.5)")
     parser.add_argument("--on-share", type=float, default=1.0, help="share of time for which hosts are on (default 1)")
 
@@ -76,7 +76,7 @@ def _pair(options: argparse.Namespace, seed: int) -> tuple[Report, Report]:
     job = example("digits", 32, sections)
     flops = STARTUP_FLOPS / options.task_s
     hosts = synthetic_hosts(options.hosts, seed, flops=flops, on_share=options.on_share)
-    settings = Settings(seed=seed, noise=0.0)
+    settings = Settings(seed=seed, options=LONG_TASKS)
     calm = run(job, hosts, settings)
     print(f"seed {seed}, undisturbed: {calm.text()}", flush=True)
     leaving = with_departures(hosts, options.leave, calm.last.when_s, seed)

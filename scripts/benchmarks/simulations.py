@@ -18,6 +18,9 @@ from work_generator.job import Job
 
 Sections = Mapping[str, Mapping[str, Any]]
 
+#: For tasks of minutes: a host without work comes again after one, not after ten seconds.
+LONG_TASKS: Mapping[str, Any] = {"gt_dry_rpc_delay": 60}
+
 
 @cache
 def _traced(toml: Path, batch_size: int) -> tuple[Job, ExportedJob]:

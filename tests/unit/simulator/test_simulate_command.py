@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from boinc_project.cli.main import main
+from boinc_project.cli.simulate import LIES
+from boinc_project.simulator.lies import BEHAVIOURS
 from tests.tiny_project import TINY_JOB
 
 
@@ -45,3 +47,7 @@ def test_a_mistake_gets_one_sentence(arguments: tuple[str, ...], words: str) -> 
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_every_lie_can_be_named() -> None:
+    assert {*LIES, "honest"} == set(BEHAVIOURS)

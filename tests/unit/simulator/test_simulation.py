@@ -114,6 +114,14 @@ def test_what_is_counted_adds_up() -> None:
     assert times == sorted(times)
 
 
+def test_tasks_on_a_host_with_jitter_take_unlike_times_and_make_the_same_versions() -> None:
+    jittery = synthetic_hosts(5, 1, jitter=0.5)
+    assert [host.flops for host in jittery] == [host.flops for host in HOSTS]
+    report, calm = run(hosts=jittery), run()
+    assert report.digests == calm.digests
+    assert report.applied_s != calm.applied_s
+
+
 def test_sticky_files_travel_to_a_host_once() -> None:
     one = [Host(name="a", flops=4e9), Host(name="b", flops=4e9)]
     job, made = exported()
