@@ -176,9 +176,13 @@ class TinyProject:
         with self.db.transaction() as connection:
             connection.execute(sa.update(table).where(table.c.id == identifier).values(**values))
 
-    def version_digests(self) -> list[str]:
+    def versions(self) -> list[dict[str, Any]]:
+        """Rows of gt_version in order."""
         with self.db.read() as connection:
-            return [str(row["state_sha256"]) for row in store.versions(connection, self.job_id)]
+            return [dict(row) for row in store.versions(connection, self.job_id)]
+
+    def version_digests(self) -> list[str]:
+        return [str(row["state_sha256"]) for row in self.versions()]
 
     # What hosts do.
 
