@@ -590,6 +590,13 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "workunit", key, f"{key} in [workunit] is below target_nresults; make it at least as large"
             )
+    if config.trust.adaptive_replication and min(workunit.max_success_results, workunit.max_total_results - 1) < 2:
+        raise source.error(
+            "trust",
+            "adaptive_replication",
+            "adaptive_replication in [trust] needs room for second copies; in [workunit] set max_success_results to"
+            " 2 or more and max_total_results to 3 or more",
+        )
     for key in ("max_success_results", "max_error_results"):
         if getattr(workunit, key) > workunit.max_total_results:
             raise source.error(

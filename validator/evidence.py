@@ -24,6 +24,7 @@ from boinc_project.contract.opset import TensorType
 from boinc_project.database import Database
 from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
+from boinc_project.reliability import kind_of
 from validator import traces
 from validator.agreement import distance, pair_distances
 from validator.case import Case, Unmarked, Verdict
@@ -74,7 +75,7 @@ class Judge:
     def verdict(self, case: Case) -> Verdict:
         """Read the copies and decide."""
         microtask = essentials(str(case.task["document"]))
-        kind = f"{microtask.mode}:{microtask.graph_sha256[:16]}"
+        kind = kind_of(microtask.mode, microtask.graph_sha256)
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
         reading = Reading()
         by_id = {int(row["id"]): row for row in case.results}
