@@ -47,7 +47,7 @@ from boinc_project.gt_tables import (
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import Published, delta_file_name, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
-from boinc_project.reliability import reliability
+from boinc_project.reliability import kind_of, member_weight
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.store import JobRow, Member
 from boinc_project.supply_limits import MAX_ATTEMPTS
@@ -56,9 +56,6 @@ Array = npt.NDArray[Any]
 Row = Mapping[str, Any]
 Tensors = Mapping[str, Array]
 log = logging.getLogger("assimilator")
-
-
-LEAST_HOST_WEIGHT = 0.1
 
 
 class VersionNotFinite(Exception):
@@ -97,18 +94,15 @@ def flow_to_commit(
 
 
 def host_weights(connection: sa.Connection, config: JobConfig, entries: Sequence[Row]) -> list[float]:
-    """Weight of each of these gradients by the reliability of the host that it is from; 1 unless the job asks for it.
-
-    Never below LEAST_HOST_WEIGHT: a validated result of a host without a record is not worthless.
-    """
+    """Weight of each of these gradients by the reliability of the host that it is from; 1 unless the job asks for it."""
     if not config.aggregation.host_weights or not entries:
         return [1.0] * len(entries)
     task = store.microtask_of(connection, str(entries[0]["workunit_name"]))
     assert task is not None, entries[0]["workunit_name"]
-    kind = essentials(str(task["document"])).work_kind
-    keys = [(int(row["hostid"]), kind) for row in entries]
-    known, now = read_rows(connection, gt_trust, ("host_id", "kind"), keys), clock.now()
-    return [max(LEAST_HOST_WEIGHT, reliability(known.get(key), now)) for key in keys]
+    known = essentials(str(task["document"]))
+    hosts = [int(row["hostid"]) for row in entries]
+    records, now = store.trust_rows(connection, kind_of(known.mode, known.graph_sha256), hosts), clock.now()
+    return [member_weight(records.get(host), now) for host in hosts]
 
 
 def compute(config: JobConfig, round: Round) -> NewVersion:

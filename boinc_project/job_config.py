@@ -285,7 +285,7 @@ class AggregationSection:
     age_hinge: int = _key(_integer(0, 10_000, 4), "b of the hinge", default=4)
     age_slope: float = _key(_number(0, 1000, 10.0), "c of the hinge", default=10.0)
     host_weights: bool = _key(
-        _flag, "a contribution counts by its host's reliability in this kind of work, at least a tenth", default=False
+        _flag, "a contribution counts by its host's reliability in this kind of work, at least half", default=False
     )
     mixing_rate: float = _key(
         _number(0, 1, 0.6, above=True), "share that a contribution's model has in the next one", default=0.6
@@ -734,6 +734,13 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "workunit", key, f"{key} in [workunit] is below target_nresults; make it at least as large"
             )
+    if config.trust.adaptive_replication and min(workunit.max_success_results, workunit.max_total_results - 1) < 2:
+        raise source.error(
+            "trust",
+            "adaptive_replication",
+            "adaptive_replication in [trust] needs room for second copies; in [workunit] set max_success_results to"
+            " 2 or more and max_total_results to 3 or more",
+        )
     for key in ("max_success_results", "max_error_results"):
         if getattr(workunit, key) > workunit.max_total_results:
             raise source.error(

@@ -27,6 +27,11 @@ TRUSTED_AFTER = 10
 DISTRUSTED_AFTER = 3
 
 
+def kind_of(mode: str, graph_sha256: str) -> str:
+    """gt_trust.kind of a microtask: what was computed."""
+    return f"{mode}:{graph_sha256[:16]}"
+
+
 def faded(count: float, since: float, now: float) -> float:
     """What is left of a count after that time; a clock that was set back changes nothing."""
     return count * math.exp2(-max(0.0, now - since) / HALF_LIFE_S)

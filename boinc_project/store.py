@@ -33,6 +33,7 @@ from boinc_project.gt_tables import (
     gt_metadata,
     gt_microtask,
     gt_round,
+    gt_trust,
     gt_version,
 )
 from boinc_project.job_config import JobConfig
@@ -610,6 +611,15 @@ def committed_versions(connection: Connection, job_id: int, versions: Sequence[i
     """Those of these versions whose round has been committed."""
     query = sa.select(gt_round.c.version).where(gt_round.c.job_id == job_id, gt_round.c.version.in_(versions))
     return {int(version) for version in connection.scalars(query)}
+
+
+# Trust
+
+
+def trust_rows(connection: Connection, kind: str, hosts: Iterable[int]) -> dict[int, Row]:
+    """The rows of gt_trust of these hosts for one kind of work (boinc_project/reliability.py), by host."""
+    found = read_rows(connection, gt_trust, ("host_id", "kind"), {(host, kind) for host in hosts})
+    return {int(row["host_id"]): row for row in found.values()}
 
 
 # Heartbeats

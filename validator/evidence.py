@@ -24,6 +24,7 @@ from boinc_project.contract.opset import TensorType
 from boinc_project.database import Database
 from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
+from boinc_project.reliability import kind_of
 from validator import traces
 from validator.agreement import distance, pair_distances
 from validator.case import Case, Unmarked, Verdict
@@ -78,7 +79,7 @@ class Judge:
     def verdict(self, case: Case) -> Verdict:
         """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
         microtask = essentials(str(case.task["document"]))
-        kind = microtask.work_kind
+        kind = kind_of(microtask.mode, microtask.graph_sha256)
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
         reading = Reading()
         by_id = {int(row["id"]): row for row in case.results}

@@ -187,11 +187,6 @@ class Essentials(NamedTuple):
     codec: Codec
     graph_sha256: str
 
-    @property
-    def work_kind(self) -> str:
-        """What is computed, whatever the data: hosts have a record for each kind (gt_trust)."""
-        return f"{self.mode}:{self.graph_sha256[:16]}"
-
 
 def essentials(text: str | bytes) -> Essentials:
     """Read these from a document of our own, which was checked when it was issued."""

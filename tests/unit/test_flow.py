@@ -16,7 +16,7 @@ from boinc_project.cli.jobs import roll_back
 from boinc_project.gt_tables import Disposition, JobState, MicrotaskState, gt_ledger, gt_microtask, gt_trust, gt_version
 from boinc_project.job_config import JobError, load_config
 from boinc_project.policies import POLICIES
-from boinc_project.reliability import reliability
+from boinc_project.reliability import member_weight
 from boinc_project.states import ServerState
 from tests.tiny_project import Changes, TinyProject, exported, tiny_project
 from work_generator.supply import Issue, flow_to_issue
@@ -260,14 +260,14 @@ def test_contributions_can_count_by_the_record_of_their_hosts() -> None:
     with tiny_project("diloco.toml", changes=changes) as project:
         train(project)
         weights = [row["weight"] for row in project.rows(gt_ledger) if row["disposition"] == Disposition.APPLIED]
-        assert min(weights) >= 0.1 * 3**-0.5 and max(weights) < 1, "nobody has been here long"
+        assert min(weights) >= 0.5 * 3**-0.5 and max(weights) < 1, "nobody has been here long"
         (version,) = project.rows(gt_version, version=4)
         assert replay(project.db, project.job)[4] == version["state_sha256"]
         records = {int(r["host_id"]): r for r in project.rows(gt_trust)}
         with project.db.read() as connection:
             entries = store.ledger_of_version(connection, project.job_id, 0)
             found = host_weights(connection, project.job.config, entries)
-        expected = [max(0.1, reliability(records[int(entry["hostid"])], time.time())) for entry in entries]
+        expected = [member_weight(records[int(entry["hostid"])], time.time()) for entry in entries]
         assert found == pytest.approx(expected, rel=1e-3)
 
 

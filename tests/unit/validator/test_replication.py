@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from boinc_project import database
+from boinc_project import database, store
 from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
+from boinc_project.reliability import member_weight
 from boinc_project.states import ValidateState
 from tests.tiny_project import TinyProject, tiny_project
 from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_gradients, with_trust
@@ -176,3 +178,11 @@ def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject
     validator.one_pass()
     unit = unit_of(project, first)
     assert (unit["canonical_resultid"], unit["min_quorum"]) == (0, 2)
+
+
+def test_the_records_of_hosts_are_read_by_kind_of_work(project: TinyProject) -> None:
+    trusted(project, 1, kind_of(project), good=100)
+    with project.db.read() as connection:
+        rows = store.trust_rows(connection, kind_of(project), [1, 2])
+        assert store.trust_rows(connection, "other", [1]) == {}
+    assert set(rows) == {1} and member_weight(rows[1], time.time()) > 0.98

@@ -164,6 +164,13 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         22,
         "is below max_error_results",
     ),
+    "one copy without room for a second": (
+        "[optimizer]",
+        "[workunit]\nmax_success_results = 2\nmax_error_results = 2\nmax_total_results = 2\n"
+        "[trust]\nadaptive_replication = true\n[optimizer]",
+        25,
+        "needs room for second copies",
+    ),
     "betas": ("lr = 0.1", "lr = 0.1\nbetas = [0.9, 1.0]", 22, "two numbers from 0 to below 1"),
     "invalid TOML": ("seed = 1", "seed = = 1", 4, "is not valid TOML"),
     "key twice": ("seed = 1", "seed = 1\nseed = 2", 5, "is not valid TOML"),
