@@ -41,7 +41,6 @@ from boinc_project.gt_tables import (
     gt_job,
     gt_ledger,
     gt_microtask,
-    gt_trust,
     gt_version,
 )
 from boinc_project.job_config import JobConfig
@@ -94,7 +93,7 @@ def flow_to_commit(
 
 
 def host_weights(connection: sa.Connection, config: JobConfig, entries: Sequence[Row]) -> list[float]:
-    """Weight of each of these gradients by the reliability of the host that it is from; 1 unless the job asks for it."""
+    """Weight of each of these gradients by the reliability of its host; 1 unless the job asks for it."""
     if not config.aggregation.host_weights or not entries:
         return [1.0] * len(entries)
     task = store.microtask_of(connection, str(entries[0]["workunit_name"]))
