@@ -52,7 +52,7 @@ OPTIONS: Mapping[str, Any] = {
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """An empty folder, in memory where there is such a place, removed at the end; those of killed processes go first."""
+    """An empty folder, in memory where there is such a place, removed at the end; so are those of killed processes."""
     parent = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in parent.glob(f"{PREFIX}*-*"):
         pid = left.name.removeprefix(PREFIX).partition("-")[0]
