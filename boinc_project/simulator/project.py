@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import sqlalchemy as sa
 
 from assimilator.__main__ import Assimilator
@@ -37,6 +38,7 @@ from work_generator.job import Job
 from work_generator.publish import publish_job
 
 APP = "gradient"
+PREFIX = "boinc-train-simulation-"
 MEMORY = Path("/dev/shm")  # a project on a disk waits for it several times for each result
 
 #: What a simulated project has unlike one that `boinc-train serve` makes: nothing listens, nobody signs uploads.
@@ -50,9 +52,13 @@ OPTIONS: Mapping[str, Any] = {
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """An empty folder in memory where there is such a place, removed at the end."""
-    parent = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="boinc-train-simulation-", dir=parent))
+    """An empty folder, in memory where there is such a place, removed at the end; so are those of killed processes."""
+    parent = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{PREFIX}*-*"):
+        pid = left.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
     try:
         yield folder
     finally:

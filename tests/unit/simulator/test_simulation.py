@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from boinc_project import clock
+from boinc_project.simulator import project
 from boinc_project.simulator.hosts import Host, with_departures
 from boinc_project.simulator.lies import Apart, Behaviour, Drop, SignFlip
 from boinc_project.simulator.report import Report, report_of
@@ -39,10 +44,10 @@ def run(
 
 @pytest.mark.parametrize("toml", ["job.toml", "diloco.toml"])
 def test_its_versions_are_bit_for_bit_those_of_the_real_daemons(toml: str) -> None:
-    with tiny_project(toml) as project:
+    with tiny_project(toml) as real:
         for _ in range(4):
-            project.make_version()
-        digests = tuple(project.version_digests())
+            real.make_version()
+        digests = tuple(real.version_digests())
     report = run(exported(toml))
     assert report.state == "finished"
     assert report.digests == digests
@@ -158,3 +163,18 @@ def test_an_evaluation_is_there_for_the_versions_that_ask_for_one() -> None:
     assert report.last.evaluation["accuracy"] > 0.5
     assert math.isfinite(report.last.evaluation["loss"])
     assert not report.versions[1].evaluation
+
+
+def test_what_a_killed_simulation_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project, "MEMORY", tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    left = tmp_path / f"{project.PREFIX}{process.pid}-abc"
+    mine = tmp_path / f"{project.PREFIX}{os.getpid()}-abc"
+    for folder in (left, mine):
+        (folder / "project").mkdir(parents=True)
+    with project.private_folder() as folder:
+        assert folder.parent == tmp_path
+        assert not left.exists()
+        assert mine.exists()
+    assert not folder.exists()
