@@ -77,11 +77,15 @@ class _Remembering:
 
 
 class Computer:
-    """Computes microtasks with one of the application's backends (numpy, torch), on one thread."""
+    """Computes microtasks with one of the application's backends (numpy, torch), on one thread.
 
-    def __init__(self, backend: str = "numpy", noise: float = 0.0) -> None:
+    `kept`: honest updates that stay in memory, so that none of them is computed again.
+    """
+
+    def __init__(self, backend: str = "numpy", noise: float = 0.0, kept: int = KEPT) -> None:
         self._backend = cast(Backend, _Remembering(open_backend(backend, 1)))
         self.noise = noise
+        self._most = kept
         self.computed = 0  # microtasks so far
         self._kept: OrderedDict[str, Computed] = OrderedDict()
         self._encoded: OrderedDict[str, bytes] = OrderedDict()
@@ -130,7 +134,7 @@ class Computer:
 
     def _keep(self, where: OrderedDict[str, Any], key: str, value: Any) -> None:
         where[key] = value
-        if len(where) > KEPT:
+        if len(where) > self._most:
             where.popitem(last=False)
 
 

@@ -91,14 +91,14 @@ class Simulation:
 
     def __init__(
         self, folder: Path, job: Job, exported: ExportedJob, hosts: Sequence[Host], settings: Settings,
-        behaviours: Mapping[str, Behaviour],
+        behaviours: Mapping[str, Behaviour], computer: Computer | None = None,
     ) -> None:  # fmt: skip
         unknown = sorted(set(behaviours) - {host.name for host in hosts})
         if unknown or len({host.name for host in hosts}) != len(hosts):
             raise ValueError(f"behaviours of unknown hosts: {unknown}" if unknown else "two hosts have one name")
         self.settings = settings
         self.events = Events(EPOCH)
-        self.computer = Computer(settings.backend, settings.noise)
+        self.computer = computer or Computer(settings.backend, settings.noise)
         self.answers: dict[str, Answer] = {}  # by result name
         self.moments: list[VersionMoment] = []
         self._rounds: dict[int, Sequence[Tensors]] = {}
@@ -250,13 +250,16 @@ class Simulation:
 @contextmanager
 def simulated(
     job: Job, exported: ExportedJob, hosts: Sequence[Host], settings: Settings | None = None,
-    behaviours: Mapping[str, Behaviour] | None = None,
+    behaviours: Mapping[str, Behaviour] | None = None, computer: Computer | None = None,
 ) -> Iterator[Simulation]:  # fmt: skip
-    """A simulation ready to `run`, in a folder of its own; what came of it can be read until the block ends."""
+    """A simulation ready to `run`, in a folder of its own; what came of it can be read until the block ends.
+
+    `computer`: one that has computed the same job before, and remembers.
+    """
     gc.freeze()  # what PyTorch and others have made at their import would be looked through again and again
     try:
         with private_folder() as folder:
-            made = Simulation(folder, job, exported, hosts, settings or Settings(), behaviours or {})
+            made = Simulation(folder, job, exported, hosts, settings or Settings(), behaviours or {}, computer)
             with made.prepared() as simulation:
                 yield simulation
     finally:

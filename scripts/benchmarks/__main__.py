@@ -16,6 +16,7 @@ BENCHMARKS = {
     "aggregate": "robust rules on 25 contributions of 300,000 numbers against byzfl's, one thread each",
     "assimilator": "workunits taken in per second, and updates of 1,000,000 parameters folded per second, on MariaDB",
     "byzantine": "accuracy and accepted lies under attack: rules against byzfl's, and the whole system, simulated",
+    "bytes": "bytes until a loss on 8 simulated hosts against PyTorch DDP on the same batches",
     "churn": "goodput and loss when half of the simulated hosts leave for good",
     "codec-training": "what each codec costs in training: the digits example with 8 hosts, against dense",
     "codecs": "every codec on an update of 4 MB: speed, bytes a value, what is lost, how replicas part",
