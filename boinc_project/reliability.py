@@ -61,10 +61,13 @@ def is_trusted(row: Mapping[str, Any] | None, now: float) -> bool:
 
 
 def is_distrusted(row: Mapping[str, Any] | None, now: float) -> bool:
-    """Whether this host's copies confirm nobody: more bad results than good ones, and at least DISTRUSTED_AFTER bad.
-    It gets its vote back by good results."""
+    """Whether this host's copies confirm nobody: more bad results than good ones, and at least DISTRUSTED_AFTER bad;
+    or the server itself has refuted one, and it has not had TRUSTED_AFTER good ones in a row since. Good results give
+    it its vote back."""
     if row is None:
         return False
+    if row["failed_check"] and int(row["consecutive_valid"]) < TRUSTED_AFTER:
+        return True
     bad = faded(float(row["bad"]), float(row["judge_time"]), now)
     return bad >= DISTRUSTED_AFTER and bad > faded(float(row["good"]), float(row["judge_time"]), now)
 

@@ -19,12 +19,13 @@ from typing import Any
 from boinc_project import store
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
-from boinc_project.contract.microtask import essentials
+from boinc_project.contract.microtask import FileRef, essentials
 from boinc_project.contract.opset import TensorType
 from boinc_project.database import Database
 from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
 from boinc_project.reliability import kind_of
+from boinc_project.store import JobRow
 from validator import traces
 from validator.agreement import distance, pair_distances
 from validator.case import Case, Unmarked, Verdict
@@ -75,6 +76,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         self.doubts = Doubts(self.database)
+        self.replays.state_of = self._state_of
 
     def verdict(self, case: Case) -> Verdict:
         """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
@@ -130,6 +132,11 @@ class Judge:
         apart = {i: pairs[min(i, canonical), max(i, canonical)] for i in _others(reading.tensors, canonical)}
         apart = apart or estimates
         return Verdict(case, decision, reading.digests, reading.marks, apart, suspicions, kind, accepted, unmarked)
+
+    def _state_of(self, job: JobRow, version: int) -> FileRef | None:
+        with self.database.read() as connection:
+            row = store.version_row(connection, job.id, version)
+        return None if row is None else FileRef(str(row["state_sha256"]), int(row["state_bytes"]))
 
     def _by_server(self, case: Case, reading: Reading, suspicions: Mapping[int, str]) -> dict[str, Any]:
         """What the server computes, or has computed, of this microtask itself: fields of Evidence."""

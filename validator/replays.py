@@ -13,8 +13,8 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -27,7 +27,9 @@ from boinc_project.contract.microtask import (
     GRAPH_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
+    FileRef,
     Microtask,
+    delta_file,
     shard_file,
     smaller_graph_file,
 )
@@ -56,8 +58,14 @@ class _Running:
 
 @dataclass
 class Replays:
-    """The computation under way, those that wait, and what came out."""
+    """The computation under way, those that wait, and what came out.
 
+    state_of   the file of a version's state; None if the job has no such version
+    start      what starts a computation: boinc_project/local_run.py, or something that has its signature
+    """
+
+    state_of: Callable[[JobRow, int], FileRef | None] = field(default=lambda job, version: None)
+    start: Callable[..., local_run.LocalRun] = local_run.start
     waiting: OrderedDict[int, Case] = field(default_factory=OrderedDict)  # by workunit id
     finished: OrderedDict[str, Mapping[str, Array] | None] = field(default_factory=OrderedDict)
     running: _Running | None = None
@@ -108,6 +116,7 @@ class Replays:
 
     def _start(self, case: Case) -> _Running:
         microtask = Microtask.from_json(str(case.task["document"]).encode())
+        microtask = with_whole_state(microtask, self.state_of(case.job, microtask.base_version))
         folder = case.job.folder.path
         if folder not in self.swept:
             self.swept.add(folder)
@@ -116,7 +125,7 @@ class Replays:
         shutil.rmtree(place, ignore_errors=True)
         backend = case.job.config.trust.replay_backend
         files = inputs(case.job, microtask)
-        run = local_run.start(place, microtask, files, ("--nthreads", "1", "--backend", backend))
+        run = self.start(place, microtask, files, ("--nthreads", "1", "--backend", backend))
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
         return _Running(case, run, types, time.monotonic())
 
@@ -134,6 +143,18 @@ class Replays:
         self.finished[case.name] = tensors
         if len(self.finished) > _KEPT:
             self.finished.popitem(last=False)
+
+
+def with_whole_state(microtask: Microtask, state: FileRef | None) -> Microtask:
+    """The same work from the version's own state, where volunteers are sent a keyframe and deltas. CannotReplay if the
+    version is no more."""
+    if delta_file(0) not in microtask.files:
+        return microtask
+    if state is None:
+        raise CannotReplay(f"version {microtask.base_version} of the job is not there any more")
+    deltas = {delta_file(number) for number in range(len(microtask.files))}
+    files = {name: ref for name, ref in microtask.files.items() if name not in deltas}
+    return replace(microtask, files={**files, STATE_FILE: state})
 
 
 def inputs(job: JobRow, microtask: Microtask) -> dict[str, Path]:

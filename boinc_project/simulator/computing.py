@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,9 +155,9 @@ def _written(computed: Computed, tensors: Tensors) -> bytes:
 
 
 class Evaluation:
-    """A held-out evaluation as the assimilator starts one, done at once instead of in a process of its own."""
+    """What the server computes itself (evaluations, spot checks), at once instead of in a process of its own."""
 
-    def __init__(self, folder: Path, microtask: Microtask, files: Places) -> None:
+    def __init__(self, folder: Path, microtask: Microtask, files: Places, arguments: Sequence[str] = ()) -> None:
         self.folder, self._microtask, self._files = folder, microtask, files
 
     def finished(self) -> bool:

@@ -12,7 +12,11 @@
                              copy on disagreement, every bad host tells the same lie for the same workunit. The formula
                              is for hosts drawn from many; the exact one for 25 is printed beside it
         system_drop_f11      accuracy of the job of examples/digits without liars less that with 11 colluding liars
-                             of 25 hosts, in points, mean over the seeds, worst attack
+                             of 25 hosts, in points, mean over the seeds, worst attack: quorum of 2 independent voters,
+                             spot checks of 10 % of the workunits, disputes computed by the server, our default rule
+        unique_accepted      accepted workunits for each copy that was sent, once hosts have a record: adaptive
+                             replication with audits, 5 % of the hosts always lying; the least of the seeds
+        accepted_bad         share of these workunits whose accepted result is a lie; the largest of the seeds
 """
 
 from __future__ import annotations
@@ -42,8 +46,10 @@ from assimilator.rules import (
     TrimmedMean,
     aggregate,
 )
+from boinc_project import database
+from boinc_project.gt_tables import gt_microtask
 from boinc_project.simulator.lies import Alie, Behaviour, Ipm, LabelFlip, Mimic, SignFlip
-from boinc_project.simulator.simulation import Settings
+from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
 from scripts.benchmarks.digits_workers import ATTACKS, Aggregate, Array, Digits, N, Training, accuracy
@@ -51,6 +57,8 @@ from scripts.benchmarks.peers import peer
 from scripts.benchmarks.simulations import LONG_TASKS, example, plot_path, run
 
 DEFAULT_RULE = "geometric_median"
+ADAPTIVE_HOSTS, ADAPTIVE_SLOTS = 40, 100  # hosts, 5 % of which lie; microtasks of a version
+WARM_UP, MEASURED = 15, 10  # versions in which hosts earn their record, and after that
 LIES = [name for name in ATTACKS if name != "none"]
 SYSTEM_LIES: Mapping[str, Callable[[int], Behaviour]] = {
     "sign_flip": lambda f: SignFlip(),
@@ -63,7 +71,7 @@ SYSTEM_LIES: Mapping[str, Callable[[int], Behaviour]] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
-    parser.add_argument("--parts", default="rules,pairs,system", help="what is measured (default rules,pairs,system)")
+    parser.add_argument("--parts", default="rules,pairs,system,adaptive", help="what is measured (default all four)")
     parser.add_argument("--f", default="5,8,11", help="numbers of bad workers or hosts (default 5,8,11)")
     parser.add_argument("--steps", type=int, default=300, help="rules: steps of a training (default 300)")
     parser.add_argument("--rules", default="", help="rules: only these and our default (default all)")
@@ -85,8 +93,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             metrics["accepted_bad_error"] = _pairs(options, counts)
         if "system" in options.parts:
             metrics[f"system_drop_f{max(counts)}"] = _system(options, max(counts))
-    # Independence of voters, audits and adaptive replication (unique_accepted, accepted_bad) are measured here once the
-    # validator has them.
+        if "adaptive" in options.parts:
+            metrics |= _adaptive(options)
     if curves:
         _draw(counts, curves)
     return metrics
@@ -230,6 +238,8 @@ def _system(options: argparse.Namespace, f: int) -> float:
             "job": {"seed": seed},
             "train": {"microtasks_per_version": N, "batches_per_microtask": 1, "max_versions": options.versions,
                       "evaluate_every": options.versions},
+            "aggregation": {"rule": DEFAULT_RULE},
+            "trust": {"spot_check_share": 0.1, "replay_disputes": True},
         }  # fmt: skip
         hosts = synthetic_hosts(N, seed, flops=5e7)
         bad = [hosts[number].name for number in np.random.default_rng([seed, f]).permutation(N)[:f]]
@@ -250,6 +260,38 @@ def _system(options: argparse.Namespace, f: int) -> float:
     means = {name: statistics.fmean(points) for name, points in lost.items()}
     print(f"whole system, f = {f}, points lost: {', '.join(f'{name} {points:.2f}' for name, points in means.items())}")
     return max(means.values())
+
+
+def _adaptive(options: argparse.Namespace) -> dict[str, float]:
+    """What adaptive replication costs and lets through, after hosts have earned their record."""
+    unique, bad = [], []
+    for seed in range(options.seeds):
+        sections = {
+            "job": {"seed": seed},
+            "train": {"microtasks_per_version": ADAPTIVE_SLOTS, "batches_per_microtask": 1,
+                      "max_versions": WARM_UP + MEASURED, "evaluate_every": 0},
+            "trust": {"adaptive_replication": True},
+        }  # fmt: skip
+        hosts = synthetic_hosts(ADAPTIVE_HOSTS, seed, flops=5e7)
+        liars = np.random.default_rng([seed, 5]).permutation(ADAPTIVE_HOSTS)[: ADAPTIVE_HOSTS // 20]
+        behaviours = {hosts[number].name: SignFlip() for number in liars}
+        settings = Settings(seed=seed, options=LONG_TASKS)
+        with simulated(*example("digits", 16, sections), hosts, settings, behaviours) as simulation:
+            simulation.run()
+            if simulation.project.job.current_version != WARM_UP + MEASURED:
+                raise BenchmarkFailed(f"the run ended: {simulation.project.job.note}")
+            tasks = simulation.project.rows(gt_microtask, "workunit_name", "version")
+            late = {str(row["workunit_name"]) for row in tasks if row["version"] >= WARM_UP}
+            units = simulation.project.rows(database.workunit, "id", "name", "canonical_resultid")
+            ids = {int(row["id"]): int(row["canonical_resultid"]) for row in units if row["name"] in late}
+            results = simulation.project.rows(database.result, "id", "name", "workunitid", "sent_time")
+            sent = [row for row in results if row["workunitid"] in ids and row["sent_time"]]
+            canonical = set(ids.values()) - {0}
+            lies = sum(simulation.answers[str(row["name"])].lied for row in sent if row["id"] in canonical)
+        unique.append(len(canonical) / len(sent))
+        bad.append(lies / len(canonical))
+        print(f"seed {seed}: {len(canonical)} accepted of {len(sent)} copies, {lies} of them lies", flush=True)
+    return {"unique_accepted": min(unique), "accepted_bad": max(bad)}
 
 
 def _draw(counts: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:

@@ -64,7 +64,7 @@ class World:
     def enter(self, found: Decision, hosts: Mapping[int, int]) -> None:
         """What validator/books.py does to gt_trust; time stands still."""
         for identifier, change in found.results.items():
-            fresh = {"good": 0.0, "bad": 0.0, "consecutive_valid": 0, "judge_time": 0.0}
+            fresh = {"good": 0.0, "bad": 0.0, "consecutive_valid": 0, "judge_time": 0.0, "failed_check": 0.0}
             record = self.records.setdefault(hosts[identifier], fresh)
             if change.validate_state == ValidateState.VALID and not change.alone:
                 record["good"] += 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from boinc_project import database
+from boinc_project.contract.microtask import delta_file
 from boinc_project.daemon import Options
 from boinc_project.gt_tables import gt_trust
 from boinc_project.states import ErrorMask, Outcome, ValidateState
@@ -171,3 +172,15 @@ def test_a_validator_that_ends_in_the_middle_leaves_nothing_and_the_next_one_com
     assert states(project) == [ValidateState.INIT] * 2 and not list(project.job.folder.path.glob("replay_*"))
     judged(project)
     assert states(project) == [VALID] * 2
+
+
+def test_a_spot_check_of_work_that_begins_with_deltas_begins_with_the_version_itself() -> None:
+    changes = (("[workunit]", "[supply]\nkeyframe_every = 4\n\n[workunit]"),)
+    with tiny_project("job.toml", changes=changes) as project:
+        project.make_version()
+        with_trust(project, spot_check_share=1.0)
+        (unit, *_) = project.validate_round()
+        assert delta_file(0) in project.microtask_of(str(unit["name"])).files
+        assert unit["canonical_resultid"], "the server's own copy agrees"
+        records = project.rows(gt_trust)
+        assert records and not any(row["failed_check"] for row in records)

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from boinc_project.reliability import HALF_LIFE_S, TRUSTED_AFTER, is_trusted, lower_bound, member_weight, reliability
+from boinc_project.reliability import (
+    HALF_LIFE_S,
+    TRUSTED_AFTER,
+    is_distrusted,
+    is_trusted,
+    lower_bound,
+    member_weight,
+    reliability,
+)
 from validator.agreement import Copy, judge
 from validator.lottery import Lottery
 from validator.replication import why_not_alone
@@ -184,7 +192,16 @@ def test_networks_of_public_addresses(address: str, network: str) -> None:
 
 
 def record(**columns: Any) -> dict[str, Any]:
-    return {"valid": 0, "good": 0.0, "bad": 0.0, "consecutive_valid": 0, "judge_time": NOW, "alone": 0, **columns}
+    return {
+        "valid": 0,
+        "good": 0.0,
+        "bad": 0.0,
+        "consecutive_valid": 0,
+        "judge_time": NOW,
+        "failed_check": 0.0,
+        "alone": 0,
+        **columns,
+    }
 
 
 @pytest.mark.parametrize(
@@ -267,3 +284,27 @@ def test_a_host_with_more_bad_results_than_good_ones_has_no_vote_until_good_ones
     assert voter(0, 2) is not None, "two accidents"
     assert voter(2, 3) is None
     assert voter(4, 3) is not None
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({}, False),
+        ({"good": 5, "bad": 2}, False),
+        ({"good": 2, "bad": 3}, True),
+        ({"good": 0, "bad": 1, "failed_check": NOW}, True),
+        ({"good": 9, "bad": 1, "failed_check": NOW, "consecutive_valid": 9}, True),
+        ({"good": 10, "bad": 1, "failed_check": NOW, "consecutive_valid": 10}, False),
+    ],
+)
+def test_who_has_no_vote(named: dict[str, float], expected: bool) -> None:
+    row = {
+        "good": 0.0,
+        "bad": 0.0,
+        "failed_check": 0.0,
+        "consecutive_valid": 0,
+        "judge_time": NOW,
+        "failed_check": 0.0,
+        **named,
+    }
+    assert is_distrusted(row, NOW) is expected
