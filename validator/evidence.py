@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from boinc_project import store
+from boinc_project.clock import now
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
 from boinc_project.contract.microtask import FileRef, essentials
@@ -64,7 +64,7 @@ class Judge:
     tree: ProjectTree
     database: Database
     independence: Independence = field(default_factory=Independence)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = now
     copies: Copies = field(default_factory=Copies)
     replays: Replays = field(default_factory=Replays)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)

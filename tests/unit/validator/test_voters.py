@@ -304,7 +304,6 @@ def test_who_has_no_vote(named: dict[str, float], expected: bool) -> None:
         "failed_check": 0.0,
         "consecutive_valid": 0,
         "judge_time": NOW,
-        "failed_check": 0.0,
         **named,
     }
     assert is_distrusted(row, NOW) is expected

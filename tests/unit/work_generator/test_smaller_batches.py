@@ -147,7 +147,7 @@ def split_job() -> tuple[Job, Any]:
 def test_smaller_graphs_are_published_named_by_every_workunit_and_stay_on_the_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiny, "exported", lambda toml: split_job())
+    monkeypatch.setattr(tiny, "exported", lambda toml, changes: split_job())
     graph = split_job()[1].smaller[8]
     with TinyProject(tmp_path / "project") as project:
         project.issue()
