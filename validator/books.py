@@ -42,7 +42,7 @@ from boinc_project.database import (
     user,
 )
 from boinc_project.gt_tables import gt_trust
-from boinc_project.reliability import faded
+from boinc_project.reliability import faded, is_distrusted
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import ValidateState
 from validator.decision import ResultChange
@@ -270,6 +270,9 @@ class Books:
             kept["consecutive_valid"] = 0
             if kept["max_jobs_per_day"] > self.policy.daily_result_quota:
                 kept["max_jobs_per_day"] -= 1
+            if is_distrusted(trust, self.now):
+                # Each of its copies costs somebody else's time: one a day, and one more for each that is good.
+                kept["max_jobs_per_day"] = min(kept["max_jobs_per_day"], 1)
 
     # Rows that may be missing.
 

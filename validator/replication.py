@@ -4,7 +4,7 @@ BOINC decides when it sends: a host is trusted with a chance of 1 - 1/n after n 
 that behaves long enough is hardly ever looked at. Here the workunit goes out as one copy, and the verdict over what
 came back decides whether a second one is made:
 
-    not trusted (reliability below 0.9, or a bad result among the last ten)    a second copy
+    not trusted (reliability below 0.95, or a bad result among the last ten)    a second copy
     looks copied, or its norm is far from what the job's updates have          a second copy
     drawn by the secret with chance max(audit_floor, 1 - reliability)          a second copy: an audit
     else                                                                       it stands alone
