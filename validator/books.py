@@ -271,8 +271,9 @@ class Books:
             if kept["max_jobs_per_day"] > self.policy.daily_result_quota:
                 kept["max_jobs_per_day"] -= 1
             if is_distrusted(trust, self.now):
-                # Each of its copies costs somebody else's time: one a day, and one more for each that is good.
-                kept["max_jobs_per_day"] = min(kept["max_jobs_per_day"], 1)
+                # Each of its copies costs somebody else's time: one a day, and one more for each that is good
+                # (where the project has a daily_result_quota).
+                kept["max_jobs_per_day"] = 1
 
     # Rows that may be missing.
 

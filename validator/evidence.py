@@ -35,7 +35,7 @@ from validator.doubts import Doubts
 from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read, work_norm
 from validator.lottery import Lottery, project_lottery
 from validator.replays import Replays
-from validator.replication import STRANGE_NORM, why_not_alone
+from validator.replication import LEAST_NORM, STRANGE_NORM, why_not_alone
 from validator.sanity import load
 from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
 
@@ -223,7 +223,7 @@ class Judge:
         for identifier, blob in reading.marks.items():
             norm = work_norm(blob, layout)
             usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm
-            if not usual / STRANGE_NORM <= norm <= usual * STRANGE_NORM:
+            if not usual * LEAST_NORM <= norm <= usual * STRANGE_NORM:
                 suspicions.setdefault(identifier, f"its norm is {norm:.3g} where {usual:.3g} is usual")
             latest.append(norm)
 

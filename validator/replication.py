@@ -19,8 +19,12 @@ from __future__ import annotations
 from validator.lottery import Lottery
 from validator.voters import Witness
 
-#: A norm so many times larger or smaller than the median of the job's latest ones is looked at twice.
+#: A norm so many times larger than the median of the latest ones is looked at twice ...
 STRANGE_NORM = 10.0
+
+#: ... and one so many times smaller: gradients of single batches become small near the end of a training, and a small update
+#: moves little.
+LEAST_NORM = 1e-3
 
 
 def why_not_alone(

@@ -271,11 +271,12 @@ def _adaptive(options: argparse.Namespace) -> dict[str, float]:
             "train": {"microtasks_per_version": ADAPTIVE_SLOTS, "batches_per_microtask": 1,
                       "max_versions": WARM_UP + MEASURED, "evaluate_every": 0},
             "trust": {"adaptive_replication": True},
+            "supply": {"straggler_after_s": 3600},  # tasks take some minutes
         }  # fmt: skip
         hosts = synthetic_hosts(ADAPTIVE_HOSTS, seed, flops=5e7)
         liars = np.random.default_rng([seed, 5]).permutation(ADAPTIVE_HOSTS)[: ADAPTIVE_HOSTS // 20]
         behaviours = {hosts[number].name: SignFlip() for number in liars}
-        settings = Settings(seed=seed, options=LONG_TASKS)
+        settings = Settings(seed=seed, options={**LONG_TASKS, "daily_result_quota": 1000})
         with simulated(*example("digits", 16, sections), hosts, settings, behaviours) as simulation:
             simulation.run()
             if simulation.project.job.current_version != WARM_UP + MEASURED:
