@@ -22,8 +22,8 @@ from validator.voters import Witness
 #: A norm so many times larger than the median of the latest ones is looked at twice ...
 STRANGE_NORM = 10.0
 
-#: ... and one so many times smaller: gradients of single batches become small near the end of a training, and a small update
-#: moves little.
+#: ... and one so many times smaller: gradients of single batches become small near the end of a training, and a small
+#: update moves little.
 LEAST_NORM = 1e-3
 
 
