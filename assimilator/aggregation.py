@@ -68,18 +68,31 @@ def fold(
 def _mean(ordered: Sequence[Contribution]) -> Folded:
     totals = {part: sum(e.share for e in ordered if e.part == part) for part in {each.part for each in ordered}}
     aged = sum(each.share * each.age_weight for each in ordered)
-    sums, averages = WeightedSum(), WeightedSum()
-    counters: dict[str, Array] = {}
+    sums, buffers = WeightedSum(), MeanBuffers()
     for contribution, update in loaded(ordered):
         for parameter, name in parameters_in(update).items():
             # A gradient is already a sum over its samples; a delta is weighted by them.
             factor = contribution.weight if name.startswith("gradient/") else contribution.share
             sums.add(parameter, update, name, factor * contribution.age_weight / totals[contribution.part])
+        buffers.add(update, contribution.share * contribution.age_weight / aged)
+    return Folded(dict(sums.take()), buffers.take(), sum(each.samples for each in ordered))
+
+
+class MeanBuffers:
+    """Buffers of updates whose weights add up to 1: floats averaged, of integers the largest."""
+
+    def __init__(self) -> None:
+        self._averages = WeightedSum()
+        self._counters: dict[str, Array] = {}
+
+    def add(self, update: OpenUpdate, weight: float) -> None:
         for name in float_buffers_in(update):
-            averages.add(name[len("buffer/") :], update, name, contribution.share * contribution.age_weight / aged)
-        keep_largest(counters, update)
-    buffers = {**dict(averages.take()), **counters}
-    return Folded(dict(sums.take()), buffers, sum(each.samples for each in ordered))
+            self._averages.add(name[len("buffer/") :], update, name, weight)
+        keep_largest(self._counters, update)
+
+    def take(self) -> dict[str, Array]:
+        """By name; they are used up."""
+        return {**dict(self._averages.take()), **self._counters}
 
 
 def keep_largest(counters: dict[str, Array], update: OpenUpdate) -> None:

@@ -97,8 +97,7 @@ class WeightedSum:
 
     def take(self) -> Iterator[tuple[str, Array]]:
         """The sums, each rounded to float32 once; they are used up."""
-        for key in list(self._sums):
-            yield key, self._sums.pop(key).astype(np.float32)
+        return ((key, array.astype(np.float32)) for key, array in self.take_exact())
 
     def take_exact(self) -> Iterator[tuple[str, Array]]:
         """The sums in float64; they are used up."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import sqlalchemy as sa
 
 from boinc_project import local_run, store
@@ -117,7 +116,7 @@ class Evaluator:
         digest = str(row["state_sha256"])
         state = FileRef(digest, int(row["state_bytes"]))
         microtask, files = evaluation_microtask(job, version, state, job.folder.state_path(version, digest))
-        remove_leftovers(job.folder.path)
+        local_run.remove_leftovers(job.folder.path, "evaluation_*_*")
         folder = job.folder.path / f"evaluation_{version}_{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
         run = self._start_run(folder, microtask, files)
@@ -141,11 +140,3 @@ class Evaluator:
         self._database.repeated(lambda connection: connection.execute(statement))
         shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(means.items()))
         log.info("[JOB %s] version %d on held-out data: %s", job.name, version, shown)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete the evaluation folders of processes that are gone (a killed assimilator leaves its one)."""
-    for path in folder.glob("evaluation_*_*"):
-        pid = path.name.rpartition("_")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)

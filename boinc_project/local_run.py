@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from boinc_project.contract.microtask import MICROTASK_FILE, UPDATE_FILE, Microtask
 from boinc_project.contract.opset import TensorType
@@ -79,6 +82,17 @@ def start(
             stderr=errors,
         )
     return LocalRun(folder, microtask, process)
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Delete the runs' folders in `folder` whose process is gone (a daemon that is killed leaves its one).
+
+    Their names match `pattern` and end with the number of the process: `..._PID`.
+    """
+    for path in folder.glob(pattern):
+        pid = path.name.rpartition("_")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _last_words(log: str) -> str:

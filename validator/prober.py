@@ -13,10 +13,8 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import psutil
 
 from boinc_project import local_run
 from boinc_project.contract import whole_file
@@ -80,7 +78,7 @@ class Prober:
         self._running.clear()
 
     def _start(self, job: JobRow, key: Key, state: Mapping[str, Array]) -> None:
-        _remove_leftovers(job.folder.path)
+        local_run.remove_leftovers(job.folder.path, "probe_*_*_*")
         _, version, payload = key
         folder = job.folder.path / f"probe_{version}_{payload[:16]}_{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -122,11 +120,3 @@ def _applied(base: Mapping[str, Array], update: Mapping[str, Array]) -> dict[str
         delta = update.get(f"delta/{rest}") if kind == "parameter" else None
         found[name] = array - delta if delta is not None else update.get(name, array)
     return found
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Delete the folders of validators that are gone."""
-    for path in folder.glob("probe_*_*_*"):
-        pid = path.name.rpartition("_")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
 from boinc_project import local_run
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError
@@ -120,7 +118,7 @@ class Replays:
         folder = case.job.folder.path
         if folder not in self.swept:
             self.swept.add(folder)
-            remove_leftovers(folder)
+            local_run.remove_leftovers(folder, "replay_*_*")
         place = folder / f"replay_{case.id}_{os.getpid()}"
         shutil.rmtree(place, ignore_errors=True)
         backend = case.job.config.trust.replay_backend
@@ -176,11 +174,3 @@ def inputs(job: JobRow, microtask: Microtask) -> dict[str, Path]:
         if name not in found or not found[name].exists():
             raise CannotReplay(f"its file {name} is not in {folder.path} any more")
     return {name: found[name] for name in microtask.files}
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete the folders of processes that are gone (a killed validator leaves its one)."""
-    for path in folder.glob("replay_*_*"):
-        pid = path.name.rpartition("_")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)

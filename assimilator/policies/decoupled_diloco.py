@@ -18,17 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from assimilator.aggregation import Folded, keep_largest
+from assimilator.aggregation import Folded, MeanBuffers
 from assimilator.contributions import (
     Contribution,
     NothingToFold,
     WeightedSum,
-    float_buffers_in,
     in_order,
     loaded,
     parameters_in,
 )
-from assimilator.policies.policy import Array, NewVersion, OuterStep, Policy, Round, outer_step
+from assimilator.policies.policy import NewVersion, OuterStep, Policy, Round, outer_step
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.update import OpenUpdate
 from boinc_project.job_config import JobConfig
@@ -56,23 +55,20 @@ def merge(contributions: Sequence[Contribution], embeddings: frozenset[str]) -> 
         raise NothingToFold(f"{len(contributions)} contributions without weight")
     total = sum(learner_weight(each) for each in used)
     norms: dict[str, float] = {}
-    directions, averages = WeightedSum(), WeightedSum()
-    counters: dict[str, Array] = {}
+    directions, buffers = WeightedSum(), MeanBuffers()
     for contribution, update in loaded(used):
         weight = learner_weight(contribution) / total
         for parameter, name in parameters_in(update).items():
             length = 1.0 if parameter in embeddings else norm(update, name)
             norms[parameter] = norms.get(parameter, 0.0) + weight * length
             directions.add(parameter, update, name, weight / length if length > 0 else 0.0)
-        for name in float_buffers_in(update):
-            averages.add(name[len("buffer/") :], update, name, weight)
-        keep_largest(counters, update)
+        buffers.add(update, weight)
     gradient = {}
     for parameter, direction in directions.take_exact():
         length = math.sqrt(float(np.sum(np.square(direction))))
         factor = 1.0 if parameter in embeddings else norms[parameter] / length if length > 0 else 0.0
         gradient[parameter] = (direction * factor).astype(np.float32)
-    return Folded(gradient, {**dict(averages.take()), **counters}, sum(each.samples for each in used))
+    return Folded(gradient, buffers.take(), sum(each.samples for each in used))
 
 
 def norm(update: OpenUpdate, name: str) -> float:
