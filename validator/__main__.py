@@ -20,7 +20,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
-from boinc_project import store
+from boinc_project import local_run, store
+from boinc_project.background_runs import Start
 from boinc_project.clock import now
 from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
 from boinc_project.daemon import Options, Patience, Stopper, UsageError
@@ -97,6 +98,7 @@ class Validator:
     stopper: Stopper
     rules: Rules = field(default_factory=Rules)
     clock: Callable[[], float] = now
+    start: Start = local_run.start  # what computes something on the server
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
     swept: float = 0.0  # when old fingerprints were last looked for
@@ -104,7 +106,11 @@ class Validator:
 
     def __post_init__(self) -> None:
         self.judge = Judge(
-            self.tree, self.database, Independence(one_vote_per_user=self.rules.one_vote_per_user), self.clock
+            self.tree,
+            self.database,
+            Independence(one_vote_per_user=self.rules.one_vote_per_user),
+            self.clock,
+            self.start,
         )
         self.patience = Patience(self.clock)
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from boinc_project import store
+from boinc_project import local_run, store
+from boinc_project.background_runs import Start
 from boinc_project.clock import now
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
@@ -65,8 +66,8 @@ class Judge:
     database: Database
     independence: Independence = field(default_factory=Independence)
     clock: Callable[[], float] = now
+    start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
-    replays: Replays = field(default_factory=Replays)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
     norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
 
@@ -75,8 +76,8 @@ class Judge:
         return project_lottery(self.tree)
 
     def __post_init__(self) -> None:
-        self.doubts = Doubts(self.database)
-        self.replays.state_of = self._state_of
+        self.doubts = Doubts(self.database, self.start)
+        self.replays = Replays(self._state_of, self.start)
 
     def verdict(self, case: Case) -> Verdict:
         """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
