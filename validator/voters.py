@@ -194,10 +194,14 @@ def device_of(plan_class: str, app_version_id: int, serialnum: str) -> tuple[str
     return processor, ""
 
 
-def network_of(address: str) -> str:
-    """The /24 of an IPv4 address or the /48 of an IPv6 one; '' for one that is none, or no public one."""
+def network_of(recorded: str) -> str:
+    """The /24 of an IPv4 address or the /48 of an IPv6 one; '' for one that is none, or no public one.
+
+    `recorded`: host.external_ip_addr. Behind a proxy that is a list (X-Forwarded-For), of which only the last address
+    was written by the server's own proxy; a volunteer can send the others.
+    """
     try:
-        parsed = ipaddress.ip_address(address.strip())
+        parsed = ipaddress.ip_address(recorded.rpartition(",")[2].strip())
     except ValueError:
         return ""
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:

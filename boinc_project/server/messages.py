@@ -163,6 +163,7 @@ class SchedulerRequest:
     other_results: frozenset[str] = frozenset()  # what the client still has, reported ones excluded
     other_results_complete: bool = False  # False: no list was sent, or it was too long to be trusted
     files: tuple[str, ...] = ()  # sticky files on the host
+    remote_address: str = ""  # that it came from, as the server saw it (server/remote.py)
     is_repeat: bool = False  # the server itself asks again for work, for a client whose reply is held
 
     @property

@@ -572,6 +572,7 @@ def host_columns(request: SchedulerRequest, user: Row, now: int) -> dict[str, An
         "product_name": info.product_name,
         "p_ngpus": sum(coproc.count for coproc in request.coprocs),
         "serialnum": " ".join(f"[{c.type}|{c.name}|{c.count}]" for c in request.coprocs)[:254],
+        **({"external_ip_addr": request.remote_address} if request.remote_address else {}),
     }
 
 

@@ -182,6 +182,9 @@ def test_family_and_driver(plan_class: str, version: int, serial: str, expected:
         ("fe80::1", ""),
         ("", ""),
         ("not an address", ""),
+        ("8.8.8.8, 203.0.114.9", "203.0.114.0/24"),  # behind a proxy: the last is what that one has seen
+        ("203.0.114.9, 10.0.0.1", ""),
+        ("?.?.?.?", ""),
     ],
 )
 def test_networks_of_public_addresses(address: str, network: str) -> None:
