@@ -33,13 +33,14 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
-from validator import doubts, traces
+from validator import doubts, rechecks, traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
 from validator.case import Case, Verdict, make_marks
 from validator.decision import SOON
 from validator.doubts import NotYet
 from validator.drift import findings
 from validator.evidence import Judge
+from validator.rechecks import Rechecks
 from validator.records import blocked_groups, judged_pairs, read_records
 from validator.replays import Replays
 from validator.voters import Independence, Records
@@ -113,6 +114,7 @@ class Validator:
             self.start,
         )
         self.patience = Patience(self.clock)
+        self.rechecks = Rechecks(self.database, self.replays, self.options, self.clock)
 
     @property
     def replays(self) -> Replays:
@@ -124,12 +126,15 @@ class Validator:
         with outside_faults():
             self._sweep()
             self._look_at_groups()
+            self.rechecks.wake()
             worked = self.replays.poll()
             worked |= self._look()
-            while self.options.one_pass and self.replays.busy:
+            worked |= self.rechecks.poll()
+            while self.options.one_pass and (self.replays.busy or self.rechecks.busy):
                 self.stopper.sleep(0.05)
                 if self.replays.poll():
                     worked |= self._look()
+                worked |= self.rechecks.poll()
         return worked
 
     def _look_at_groups(self) -> None:
@@ -313,17 +318,19 @@ class Validator:
         return sorted(changed)
 
     def _name_unchecked(self, verdict: Verdict) -> None:
-        """Name what was accepted from a host alone before the server refuted one of its results."""
-        for row in verdict.case.results:
-            change = verdict.decision.results.get(int(row["id"]))
-            if change is not None and change.refuted and change.validate_state != row["validate_state"]:
-                with self.database.read() as connection:
-                    names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
+        """Name what was accepted alone from hosts that have just returned something else than their task."""
+        for row in verdict.caught():
+            with self.database.read() as connection:
+                names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
+            if names or verdict.decision.results[int(row["id"])].refuted:
                 log.critical(
                     "[HOST#%d] returned something else than the task; accepted from it without a second copy: %s",
                     row["hostid"],
                     ", ".join(names) or "nothing",
                 )
+            if names:
+                log.warning("[HOST#%d] the server computes the last %d of these again", row["hostid"], rechecks.MOST)
+                self.rechecks.wake()
 
     def _write(self, connection: Connection, verdicts: Sequence[Verdict]) -> set[int]:
         """The statements of one transaction, in BOINC's order; returns the workunits that were left out."""
@@ -367,6 +374,9 @@ class Validator:
         update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
         traces.write(connection, trails)
         doubts.write(connection, [each.accepted for each in kept if each.accepted is not None], now)
+        for each in kept:
+            for row in each.caught():
+                rechecks.queue(connection, int(row["hostid"]), each.kind, now)
         update_rows(connection, gt_microtask, ("workunit_name",), digests)
         update_rows(connection, workunit, ("id",), units)
         if woken:
