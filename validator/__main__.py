@@ -40,6 +40,7 @@ from validator.decision import SOON
 from validator.doubts import NotYet
 from validator.drift import findings
 from validator.evidence import Judge
+from validator.lottery import NoSecret
 from validator.rechecks import Rechecks
 from validator.records import blocked_groups, judged_pairs, read_records
 from validator.replays import Replays
@@ -104,6 +105,7 @@ class Validator:
     handled: int = 0
     swept: float = 0.0  # when old fingerprints were last looked for
     tested: float = 0.0  # when groups were last tested for drift
+    told: dict[str, float] = field(default_factory=dict)  # when what stops many workunits was last told
 
     def __post_init__(self) -> None:
         self.judge = Judge(
@@ -276,6 +278,10 @@ class Validator:
             verdict = self._judge(case)
         except NotYet:
             return None
+        except NoSecret as error:
+            self.patience.later(case.id)
+            self._tell(str(error))
+            return None
         except DBAPIError:
             raise
         except Exception:
@@ -289,6 +295,12 @@ class Validator:
             self.replays.want(case, verdict.decision.replay)
             return None
         return verdict
+
+    def _tell(self, sentence: str) -> None:
+        """Tell the admin of something that stops more than one workunit: once an hour."""
+        if not 0 <= self.clock() - self.told.get(sentence, -SWEEP_S) < SWEEP_S:
+            self.told[sentence] = self.clock()
+            log.critical("%s", sentence)
 
     def _judge(self, case: Case) -> Verdict:
         """Read the copies and decide."""

@@ -12,7 +12,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from boinc_project import local_run, store
@@ -34,7 +33,7 @@ from validator.copies import Copies, same_file, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
 from validator.doubts import Doubts
 from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read, work_norm
-from validator.lottery import Lottery, project_lottery
+from validator.lottery import ProjectDraws
 from validator.replays import Replays
 from validator.replication import LEAST_NORM, STRANGE_NORM, why_not_alone
 from validator.sanity import load
@@ -71,16 +70,14 @@ class Judge:
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
     norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
 
-    @cached_property
-    def lottery(self) -> Lottery:
-        return project_lottery(self.tree)
-
     def __post_init__(self) -> None:
+        self.draws = ProjectDraws(self.tree)
         self.doubts = Doubts(self.database, self.start)
         self.replays = Replays(self._state_of, self.start)
 
     def verdict(self, case: Case) -> Verdict:
-        """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
+        """Read the copies and decide. Raises NotYet while an update is being tried on held-out data; NoSecret where a
+        draw is needed and the project's upload key cannot be read."""
         microtask = essentials(str(case.task["document"]))
         kind = kind_of(microtask.mode, microtask.graph_sha256)
         types = case.job.folder.update_types(microtask.mode, microtask.steps)
@@ -148,7 +145,7 @@ class Judge:
         if tensors is not None:
             return {"replayed": {i: distance(tensors, mine) for i, mine in reading.tensors.items()}}
         check = ""
-        if trust.spot_check_share and self.lottery.drawn(trust.spot_check_share, "spot", case.name):
+        if trust.spot_check_share and self.draws.drawn(trust.spot_check_share, "spot", case.name):
             check = "it is drawn for a spot check"
         elif suspicions and (trust.spot_check_share or trust.replay_disputes):
             check = "a copy of it looks copied"
@@ -170,10 +167,10 @@ class Judge:
     ) -> dict[int, str] | None:
         """Why copies need a second one beside them, where the job lets one be enough."""
         trust = case.job.config.trust
-        if not trust.adaptive_replication:
+        if not trust.adaptive_replication or case.unit["canonical_resultid"] or int(case.unit["min_quorum"]) > 1:
             return None
         return {
-            i: why_not_alone(witness, self.lottery, trust.audit_floor, case.name, i, suspicions.get(i, ""))
+            i: why_not_alone(witness, self.draws, trust.audit_floor, case.name, i, suspicions.get(i, ""))
             for i, witness in witnesses.items()
         }
 

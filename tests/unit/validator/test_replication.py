@@ -186,3 +186,33 @@ def test_the_records_of_hosts_are_read_by_kind_of_work(project: TinyProject) -> 
         rows = store.trust_rows(connection, kind_of(project), [1, 2])
         assert store.trust_rows(connection, "other", [1]) == {}
     assert set(rows) == {1} and member_weight(rows[1], time.time()) > 0.98
+
+
+@pytest.mark.parametrize("fault", ["gone", "garbled"])
+def test_without_its_secret_what_needs_a_draw_waits_with_one_sentence_and_all_else_is_judged(
+    project: TinyProject, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other = adaptive(project)
+    trusted(project, 1, kind_of(project))
+    key = project.tree.config.key_dir / "upload_private"
+    whole = key.read_bytes()
+    key.unlink() if fault == "gone" else key.write_bytes(whole[:100] + b"\xff")
+    try:
+        project.answer(first, user=1)
+        project.answer(other, user=2)  # of a host that nobody knows: no draw
+        project.transitioner.run_once()
+        moment = [time.time()]
+        validator = project.validator(clock=lambda: moment[0])
+        for _ in range(8):
+            validator.one_pass()
+            moment[0] += 300.0
+        lines = [r for r in caplog.records if r.levelname == "CRITICAL"]
+        assert len(lines) == 1 and not lines[0].exc_info and "\n" not in lines[0].message
+        assert str(key) in lines[0].message and "let the user that runs the daemons read it" in lines[0].message
+        (waiting,) = project.rows(database.result, id=first["id"])
+        assert waiting["validate_state"] == ValidateState.INIT and unit_of(project, first)["need_validate"] == 1
+        assert unit_of(project, other)["min_quorum"] == 2, "judged: a second copy is asked for"
+    finally:
+        key.write_bytes(whole)
+    validator.one_pass()
+    assert unit_of(project, first)["canonical_resultid"] == first["id"]
