@@ -107,7 +107,7 @@ class Judge:
                 self._look_at_norms(reading, layout, kind, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
-        witnesses = self._witnesses(case, kind)
+        witnesses = self._witnesses(case, kind, reading.metadata)
         rules = self.independence
         if case.job.config.trust.independent_devices:
             rules = replace(rules, devices=True)
@@ -153,14 +153,14 @@ class Judge:
 
     # Who made them.
 
-    def _witnesses(self, case: Case, kind: str) -> dict[int, Witness]:
+    def _witnesses(self, case: Case, kind: str, said: Mapping[int, Mapping[str, Any]]) -> dict[int, Witness]:
         """The makers of the viable copies."""
         viable = {int(row["id"]): row for row in case.results if is_viable(row)}
         if case.records is None:
             return {i: Witness(user=int(row["userid"]), host=int(row["hostid"])) for i, row in viable.items()}
         trust, now = case.job.config.trust, self.clock()
         newcomers = Newcomers(trust.newcomer_days, trust.newcomer_results)
-        return {i: witness_of(row, kind, case.records, newcomers, now) for i, row in viable.items()}
+        return {i: witness_of(row, kind, case.records, newcomers, now, said.get(i)) for i, row in viable.items()}
 
     def _not_alone(
         self, case: Case, witnesses: Mapping[int, Witness], suspicions: Mapping[int, str]

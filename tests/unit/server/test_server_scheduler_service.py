@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -18,6 +19,7 @@ from boinc_project.server.scheduler_service import INDEXES, MAX_CANDIDATES, MIN_
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import ServerState
 from tests.server_project import add_user, add_workunits, as_host, make_project, publish_app, rows, wire_body
+from validator.devices import gpus_of
 
 FIRST_CONTACT = "scheduler-first-contact.request"
 BEYOND_ANY_HOST = 1e15  # bytes of memory
@@ -182,3 +184,26 @@ def test_the_address_that_a_host_asks_from_is_kept_and_follows_it_when_it_moves(
             service.answer([Posted(as_host(wire_body(FIRST_CONTACT), key=key, hostid=hostid), address)])
             (row,) = rows(db, database.host)
             assert row["external_ip_addr"] == kept
+
+
+def test_a_host_s_cards_and_their_drivers_are_kept_as_boinc_keeps_them(tmp_path: Path) -> None:
+    tree = make_project(tmp_path / "project")
+    cards = (
+        b'<coproc_cuda><count>1</count><name>NVIDIA "GTX" 1080</name><drvVersion>53512</drvVersion>'
+        b"<totalGlobalMem>8589934592</totalGlobalMem></coproc_cuda>"
+        b"<coproc_ati><count>1</count><name>Cypress</name><CALVersion>1.4.1848</CALVersion></coproc_ati>"
+        b"<coproc_intel_gpu><count>1</count><name>UHD 620</name><coproc_opencl>"
+        b"<opencl_driver_version>23.1</opencl_driver_version></coproc_opencl></coproc_intel_gpu>"
+    )
+    with tree.database() as db:
+        add_indexes(db)
+        key = add_user(db, "alice")
+        service = SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None))
+        body = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)
+        body = re.sub(rb"<coprocs>.*?</coprocs>|<coprocs/>", b"", body, flags=re.S)
+        service.answer([Posted(body.replace(b"<host_info>", b"<coprocs>" + cards + b"</coprocs><host_info>", 1))])
+        (row,) = rows(db, database.host)
+    assert gpus_of("", row["misc"]) == [
+        ("nvidia", "NVIDIA GTX 1080", "53512"), ("amd", "Cypress", "1.4.1848"), ("intel_gpu", "UHD 620", "23.1"),
+    ]  # fmt: skip
+    assert json.loads(row["misc"])["gpus"][0]["ram_mb"] == 8192
