@@ -586,8 +586,8 @@ def test_which_zero_a_median_is_does_not_depend_on_the_slots() -> None:
 
 def test_job_toml_offers_the_rules_and_mixings_that_there_are() -> None:
     """They stand twice, because the stations do not import one another's parts."""
-    assert job_config.RULES == tuple(RULES)
-    assert job_config.MIXINGS == ("none", *MIXINGS)
+    assert tuple(RULES) == job_config.RULES
+    assert ("none", *MIXINGS) == job_config.MIXINGS
 
 
 def test_every_rule_has_a_name_and_is_described_and_cites_its_paper() -> None:
