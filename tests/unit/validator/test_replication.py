@@ -18,7 +18,6 @@ from tests.tiny_project import TinyProject, tiny_project
 from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_gradients, with_trust
 from validator.lottery import project_lottery
 
-pytestmark = pytest.mark.usefixtures("each_database")
 VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, ValidateState.INCONCLUSIVE
 
 
@@ -39,6 +38,7 @@ def adaptive(project: TinyProject, floor: float = 1e-6) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.usefixtures("each_database")
 def test_a_trusted_host_s_one_copy_is_canonical_and_raises_its_trust_by_nothing(project: TinyProject) -> None:
     first, _ = adaptive(project)
     trusted(project, 1, kind_of(project))
@@ -54,6 +54,7 @@ def test_a_trusted_host_s_one_copy_is_canonical_and_raises_its_trust_by_nothing(
     assert version["consecutive_valid"] == 3, "nor the record that BOINC keeps"
 
 
+@pytest.mark.usefixtures("each_database")
 def test_an_unknown_host_s_copy_waits_for_a_second_one_also_after_a_restart(project: TinyProject) -> None:
     first, _ = adaptive(project)
     project.answer(first, user=1)
@@ -115,6 +116,7 @@ def test_a_trusted_copy_that_repeats_another_gradient_gets_a_second_one(project:
     assert len(unsent(project, other["workunitid"])) == 1
 
 
+@pytest.mark.usefixtures("each_database")
 def test_a_blocked_group_s_copies_are_no_votes_and_are_still_credited_when_they_are_right(
     project: TinyProject,
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject
     assert (unit["canonical_resultid"], unit["min_quorum"]) == (0, 2)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_the_records_of_hosts_are_read_by_kind_of_work(project: TinyProject) -> None:
     trusted(project, 1, kind_of(project), good=100)
     with project.db.read() as connection:
