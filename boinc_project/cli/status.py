@@ -19,8 +19,9 @@ from boinc_project import store
 from boinc_project.cli.project import open_project, project_option
 from boinc_project.cli.tables import table
 from boinc_project.database import Database, app, host, result
-from boinc_project.gt_tables import Disposition, gt_fingerprint, gt_job, gt_ledger, gt_trust, gt_version
+from boinc_project.gt_tables import Disposition, gt_job, gt_ledger, gt_recheck, gt_trust, gt_version
 from boinc_project.states import Outcome, ServerState, ValidateState
+from validator.rechecks import summary
 from validator.traces import accepted_alone
 
 DAEMON_LATE_S = 60.0
@@ -198,10 +199,12 @@ def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
 
 def _refuted_tables(connection: sa.Connection) -> list[Table]:
     """Hosts that returned something else than their task; nothing where there are none."""
-    found = table("host", "kind", "what", title="refuted by the server's own computation")
-    if not sa.inspect(connection).has_table(gt_fingerprint.name):  # no validator of this release has run yet
+    found = table("host", "kind", "what", title="caught with wrong results")
+    if not sa.inspect(connection).has_table(gt_recheck.name):  # no validator of this release has run yet
         return []
-    query = sa.select(gt_trust).where(gt_trust.c.failed_check > 0).order_by(gt_trust.c.failed_check.desc())
+    looked_at = sa.select(gt_recheck.c.host_id).where(gt_recheck.c.kind == gt_trust.c.kind)
+    query = sa.select(gt_trust).where((gt_trust.c.failed_check > 0) | gt_trust.c.host_id.in_(looked_at))
+    query = query.order_by(gt_trust.c.failed_check.desc(), gt_trust.c.judge_time.desc())
     for row in connection.execute(query.limit(HOSTS_SHOWN)).mappings():
         found.add_row(str(row["host_id"]), escape(str(row["kind"])), escape(refutation(connection, dict(row))))
     return [found] if found.row_count else []
@@ -209,11 +212,12 @@ def _refuted_tables(connection: sa.Connection) -> list[Table]:
 
 def refutation(connection: sa.Connection, row: store.Row) -> str:
     """When the server refuted a host, and what had been accepted from it alone before; '' if it never has."""
+    again = str(summary(connection, int(row["host_id"]), str(row["kind"])))
     if not row["failed_check"]:
-        return ""
+        return f"failed an audit; {again}" if again else ""
     names = accepted_alone(connection, int(row["host_id"]), str(row["kind"]))
     unchecked = f"; accepted without a second copy before: {', '.join(names)}" if names else ""
-    return f"refuted {ago(float(row['failed_check']))}{unchecked}"
+    return f"refuted {ago(float(row['failed_check']))}{unchecked}" + (f"; {again}" if again else "")
 
 
 def _daemon_table(connection: sa.Connection) -> Table:

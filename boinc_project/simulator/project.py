@@ -91,8 +91,7 @@ class PrivateProject:
         self.generator = Generator(
             passes, self.tree, self.db, self.appid, stopper, wait=lambda seconds: self._transition()
         )
-        self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now)
-        self.validator.replays.start = Evaluation  # type: ignore[assignment]
+        self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now, start=Evaluation)
         evaluator = Evaluator(self.db, Evaluation)
         self.assimilator = Assimilator(
             passes, self.tree, self.db, self.appid, stopper, Applier(self.db, self.tree), evaluator

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from boinc_project import clock
+from boinc_project import clock, database
 from boinc_project.simulator import project
 from boinc_project.simulator.hosts import Host, with_departures
 from boinc_project.simulator.lies import Apart, Behaviour, Drop, SignFlip
@@ -21,6 +21,7 @@ from boinc_project.simulator.report import Report, report_of
 from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
 from tests.tiny_project import exported, tiny_project
+from validator.voters import network_of
 from work_generator.export import ExportedJob
 from work_generator.job import Job
 
@@ -178,3 +179,15 @@ def test_what_a_killed_simulation_left_goes_with_the_next_one(tmp_path: Path, mo
         assert not left.exists()
         assert mine.exists()
     assert not folder.exists()
+
+
+def test_simulated_hosts_come_from_networks_of_their_own_and_newcomers_from_one_are_no_quorum() -> None:
+    job, made = exported()
+    job = with_settings(job, trust={"newcomer_days": 30.0})
+    states = []
+    for hosts in (HOSTS, [dataclasses.replace(host, address=f"203.0.114.{n}") for n, host in enumerate(HOSTS)]):
+        with simulated(job, made, hosts, Settings(horizon=3600.0)) as simulation:
+            simulation.run()
+            networks = {network_of(row["external_ip_addr"]) for row in simulation.project.rows(database.host)}
+            states.append((len(networks), report_of(simulation).state))
+    assert states == [(5, "finished"), (1, "running")]
