@@ -299,6 +299,23 @@ class AggregationSection:
         _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
     )
     parts: int = _key(_integer(1, 1024, 4), "parts of the model, of which a microtask sends one", default=1)
+    anchor_every: int = _key(
+        _integer(1, 10_000, 5), "versions from one gradient that the server computes itself to the next", default=5
+    )
+    anchor_batches: int = _key(
+        _integer(0, 4096, 16), "batches of it (local steps, with [inner_optimizer]); 0: those of a microtask", default=0
+    )
+    anchor_max_age: int = _key(
+        _integer(0, 10_000, 20), "versions after which it says nothing about a version any more", default=20
+    )
+    anchor_strength: float = _key(
+        _number(0, 1, 0.5), "share of a step from which directions without its support are taken out", default=0.5
+    )
+    anchor_floor: float = _key(
+        _number(1e-6, 1e6, 0.1),
+        "squared singular value that counts half, as a multiple of its matrix's mean one",
+        default=0.1,
+    )
     rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
     byzantine: int = _key(
         _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
@@ -791,6 +808,13 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
             "optimizer",
             "nesterov",
             'policy = "delayed-nesterov" needs kind = "sgd", nesterov = true and a momentum in [optimizer]',
+        )
+    if config.train.policy == "anchored" and section.anchor_max_age < section.anchor_every:
+        raise source.error(
+            "aggregation",
+            "anchor_max_age",
+            f"anchor_max_age in [aggregation] must be at least anchor_every ({section.anchor_every}), or most versions"
+            f" are made without an anchor; write for example anchor_max_age = {4 * section.anchor_every}",
         )
     if section.momentum_every % count:
         raise source.error(

@@ -23,6 +23,14 @@ PREVIOUS = "aggregate/"
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """The server's own gradient at a version: `load` gives its matrices' singular vectors (policies/anchored.py)."""
+
+    version: int
+    load: Callable[[], Tensors]
+
+
+@dataclass(frozen=True)
 class Round:
     """What version + 1 is made of.
 
@@ -30,6 +38,7 @@ class Round:
     load            state (parameter/*, buffer/*) and optimizer state of `version`; the arrays are the caller's
     load_state      state of an earlier version that a contribution was computed from
     graph           the job's gradient graph
+    anchor          the server's own gradient, if the job's policy has one and it is there
     """
 
     version: int
@@ -37,6 +46,7 @@ class Round:
     load: Callable[[], tuple[dict[str, Array], dict[str, Array]]]
     load_state: Callable[[int], Tensors]
     graph: Callable[[], Graph]
+    anchor: Anchor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,14 +80,14 @@ class OuterStep:
     rule: Rule | None = None
     mixing: Mixing | None = None
 
-    def advance(self, round: Round) -> NewVersion:
-        """Fold the contributions and take the step."""
+    def advance(self, round: Round, change: Callable[[Folded], Folded] = lambda folded: folded) -> NewVersion:
+        """Fold the contributions, let `change` alter what came out, and take the step."""
         if not isinstance(self.rule, CenteredClipping):
-            return self.take(round, fold(round.contributions, self.rule, self.mixing))
+            return self.take(round, change(fold(round.contributions, self.rule, self.mixing)))
         previous = {n[len(PREVIOUS) :]: a for n, a in round.load()[1].items() if n.startswith(PREVIOUS)}
         folded = fold(round.contributions, self.rule, self.mixing, previous or None)
         kept = {PREVIOUS + name: array.copy() for name, array in folded.gradient.items()}
-        made = self.take(round, folded)
+        made = self.take(round, change(folded))
         return NewVersion(made.state, {**made.optimizer, **kept}, made.samples)
 
     def take(self, round: Round, folded: Folded) -> NewVersion:
