@@ -113,7 +113,7 @@ class Anchors:
     def _collect(self, running: _Running) -> None:
         job, version, microtask = running.job, running.version, running.microtask
         try:
-            update = running.run.update(job.folder.update_types(microtask.mode, microtask.steps))
+            update = running.run.update(job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state))
         except (local_run.LocalRunFailed, ContractError) as error:
             self._given_up.add((job.id, version))
             log.critical("[JOB %s] the anchor of version %d failed: %s", job.name, version, error)
@@ -171,6 +171,7 @@ def anchor_microtask(job: JobRow, version: int, state: FileRef) -> tuple[Microta
         seed=seed,
         first_step=version * steps,
         codec=Codec("dense", 256, "none"),
+        inner_step=config.inner_step(version),
     )
     paths = {name: path for name, file, path in found if file is not None}
     return microtask, {**paths, STATE_FILE: folder.state_path(version, state.sha256)}

@@ -11,6 +11,7 @@ same bytes in the same order, so it gives the same version, under the same file 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -43,6 +44,7 @@ from boinc_project.gt_tables import (
     gt_microtask,
     gt_version,
 )
+from boinc_project.inner_state import bounded
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import Published, delta_file_name, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
@@ -121,6 +123,8 @@ def compute(config: JobConfig, round: Round) -> NewVersion:
     except NothingToFold as error:
         log.warning("[JOB %s] version %d makes no step: %s", config.job.name, round.version + 1, error)
         made = NewVersion(*own.load(), samples=0)
+    if config.ships_state and config.inner_optimizer is not None:
+        made = dataclasses.replace(made, state=bounded(made.state, config.inner_optimizer))
     _check_finite(round, made)
     published = as_published(config, round, made)
     if published.delta is not None:

@@ -30,6 +30,7 @@ RULES = (
     "mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clipping", "geometric_median", "norm_bound",
 )  # fmt: skip
 MIXINGS = ("none", "nearest_neighbour")
+INNER_STATES = ("reset", "shipped")
 AGE_WEIGHTS = ("polynomial", "constant", "hinge")
 
 REFERENCE = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
@@ -232,7 +233,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerOptimizerSection(OptimizerSection):
-    """[inner_optimizer]: the optimizer of local steps, run by volunteers; its state starts at zero."""
+    """[inner_optimizer]: the optimizer of local steps, run by volunteers."""
 
     kind: str = _key(_choice(*OPTIMIZERS), "sgd or adamw, as torch.optim has them", default="adamw")
     eps: float = _key(
@@ -242,6 +243,11 @@ class InnerOptimizerSection(OptimizerSection):
     )
     max_norm: float = _key(
         _number(0, 1e6, 1.0), "clip the gradient to this norm before each step; 0: no clipping", default=0.0
+    )
+    state: str = _key(
+        _choice(*INNER_STATES),
+        "its state is reset to zero in every microtask, or shipped: averaged and part of the version",
+        default="reset",
     )
 
 
@@ -514,6 +520,15 @@ class JobConfig:
         return self.train.batches_per_microtask if self.inner_optimizer is None else self.train.local_steps
 
     @property
+    def ships_state(self) -> bool:
+        """Whether the inner optimizer's state is part of versions and updates."""
+        return self.inner_optimizer is not None and self.inner_optimizer.state == "shipped"
+
+    def inner_step(self, version: int) -> int | None:
+        """Steps that a version's state of the inner optimizer has seen, `local_steps` a version; None: it has none."""
+        return version * self.train.local_steps if self.ships_state else None
+
+    @property
     def grace_s(self) -> float | None:
         """Seconds for which a version that could be made waits for more contributions; None: it takes no more."""
         return self.aggregation.grace_s if "grace_s" in self.policy.keys else None
@@ -734,6 +749,8 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
                 "nesterov",
                 f'nesterov in [{name}] needs kind = "sgd" and a momentum above 0; set both or remove nesterov',
             )
+    if config.ships_state:
+        _check_shipped(config, source)
     codec = _codec(config.codec, content, source)
     workunit = dataclasses.replace(
         workunit,
@@ -791,6 +808,26 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             config.data, evaluation_batch_size=config.data.evaluation_batch_size or config.data.batch_size
         ),
     )
+
+
+def _check_shipped(config: JobConfig, source: _Source) -> None:
+    """That the inner optimizer has a state, and that all of it can be sent."""
+    inner = config.inner_optimizer
+    assert inner is not None
+    if inner.kind == "sgd" and not inner.momentum:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] needs an optimizer that has a state; set kind = "adamw" or a'
+            " momentum, or remove state",
+        )
+    if config.policy.parts_by:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
+            " hold a part of the model; remove state or change the policy",
+        )
 
 
 def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSection:

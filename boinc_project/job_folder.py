@@ -158,9 +158,12 @@ class JobFacts:
 
 
 @lru_cache(maxsize=64)
-def _update_types(graph: Path, _changed: int, mode: str, steps: int) -> Mapping[str, TensorType]:
+def _update_types(
+    graph: Path, _changed: int, mode: str, steps: int, optimizer: Path | None
+) -> Mapping[str, TensorType]:
     """The types of updates over the graph in a file; its time of change is part of the key."""
-    return update_types(Graph.from_bytes(graph.read_bytes()), mode, steps)
+    shipped = None if optimizer is None else Graph.from_bytes(optimizer.read_bytes())
+    return update_types(Graph.from_bytes(graph.read_bytes()), mode, steps, shipped)
 
 
 class JobFolder:
@@ -168,7 +171,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._update_types: dict[tuple[str, int], Mapping[str, TensorType]] = {}
+        self._update_types: dict[tuple[str, int, bool], Mapping[str, TensorType]] = {}
 
     @property
     def gradient_graph_path(self) -> Path:
@@ -229,12 +232,13 @@ class JobFolder:
     def gradient_graph(self) -> Graph:
         return Graph.from_bytes(self.gradient_graph_path.read_bytes())
 
-    def update_types(self, mode: str, steps: int) -> Mapping[str, TensorType]:
+    def update_types(self, mode: str, steps: int, ships_state: bool = False) -> Mapping[str, TensorType]:
         """Name -> type of every tensor of an update of this mode with so many steps."""
-        if (mode, steps) not in self._update_types:
-            path = self.gradient_graph_path
-            self._update_types[mode, steps] = _update_types(path, path.stat().st_mtime_ns, mode, steps)
-        return self._update_types[mode, steps]
+        key = (mode, steps, ships_state)
+        if key not in self._update_types:
+            path, optimizer = self.gradient_graph_path, self.optimizer_graph_path if ships_state else None
+            self._update_types[key] = _update_types(path, path.stat().st_mtime_ns, mode, steps, optimizer)
+        return self._update_types[key]
 
     def write_version(
         self, version: int, state: Mapping[str, Array], optimizer: Mapping[str, Array]

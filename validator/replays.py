@@ -124,7 +124,7 @@ class Replays:
         backend = case.job.config.trust.replay_backend
         files = inputs(case.job, microtask)
         run = self.start(place, microtask, files, ("--nthreads", "1", "--backend", backend))
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
+        types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
         return _Running(case, run, types, time.monotonic())
 
     def _collect(self, running: _Running) -> None:

@@ -81,6 +81,7 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, *s
         seed=config.job.seed,
         first_step=number * steps,
         codec=replace(config.codec.codec(), part=part_of(config, version, slot)),
+        inner_step=config.inner_step(version),
     )
     return Content(microtask, files)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from assimilator.aggregation import Folded, fold
-from assimilator.contributions import Contribution
+from assimilator.contributions import CARRIED, Contribution
 from assimilator.optimizers import AdamW, Optimizer, Sgd, step_in_place
 from assimilator.rules import MIXINGS, RULES, CenteredClipping, Mixing, Rule
 from boinc_project.contract.graph import Graph
@@ -102,7 +102,7 @@ class OuterStep:
         rest = {k: array for k, array in kept.items() if k.partition("/")[2] not in moved}
         number = round.version + 1
         new = step_in_place(self.optimizer, moved, folded.gradient, own, number, self.rate(round.version))
-        made = state_of({**parameters, **moved}, {**buffers_of(state), **folded.buffers})
+        made = state_of({**parameters, **moved}, {**carried_of(state), **folded.buffers})
         return NewVersion(made, {**rest, **new}, folded.samples)
 
 
@@ -139,13 +139,12 @@ def parameters_of(state: Tensors) -> dict[str, Array]:
     return {name[len("parameter/") :]: array for name, array in state.items() if name.startswith("parameter/")}
 
 
-def buffers_of(state: Tensors) -> dict[str, Array]:
-    """Buffers of a state by their names."""
-    return {name[len("buffer/") :]: array for name, array in state.items() if name.startswith("buffer/")}
+def carried_of(state: Tensors) -> dict[str, Array]:
+    """Buffers of a state, and the inner optimizer's state, by their names in it."""
+    return {name: array for name, array in state.items() if name.startswith(CARRIED)}
 
 
-def state_of(parameters: Tensors, buffers: Tensors) -> dict[str, Array]:
+def state_of(parameters: Tensors, carried: Tensors) -> dict[str, Array]:
     """The state again, by sorted names."""
-    named = {f"parameter/{name}": array for name, array in parameters.items()}
-    named.update({f"buffer/{name}": array for name, array in buffers.items()})
+    named = {**{f"parameter/{name}": array for name, array in parameters.items()}, **carried}
     return {name: named[name] for name in sorted(named)}

@@ -1,4 +1,4 @@
-"""The policy `anchored`: its formula in float64, its degenerate cases, and anchors through crash, rollback and replay."""
+"""The policy `anchored`: its formula in float64, degenerate cases, and anchors through crash, rollback and replay."""
 
 from __future__ import annotations
 
