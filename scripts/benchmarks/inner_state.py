@@ -31,12 +31,14 @@ from scripts.benchmarks.simulations import LONG_TASKS, plot_path
 from work_generator.export import ExportedJob, export_job
 from work_generator.job import Job
 
+HELD_OUT = 512  # samples of which the loss is taken
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
-    parser.add_argument("--hosts", type=int, default=4, help="hosts, and microtasks of a version (default 4)")
+    parser.add_argument("--hosts", type=int, default=3, help="hosts, and microtasks of a version (default 3)")
     parser.add_argument("--local-steps", default="5,25", help="numbers of local steps H (default 5,25)")
-    parser.add_argument("--steps", type=int, default=300, help="steps of a host in the shorter runs (default 300)")
+    parser.add_argument("--steps", type=int, default=125, help="steps of a host in the shorter runs (default 125)")
     parser.add_argument("--features", type=int, default=32, help="width of the GPT (default 32)")
     parser.add_argument("--lr", type=float, default=3e-3, help="rate of AdamW (default 3e-3)")
 
@@ -91,7 +93,9 @@ def _made(options: argparse.Namespace, seed: int) -> tuple[Job, ExportedJob]:
         text = text.replace("\nseed = 1\n", f"\nseed = {seed}\n").replace("\nbatch_size = 16\n", "\nbatch_size = 4\n")
         (folder / "job.toml").write_text(text.replace("\nlr = 0.001\n", f"\nlr = {options.lr}\n"))
         job = Job.load(folder)
-        return job, export_job(job)
+        exported = export_job(job)
+    test = {name: array[:HELD_OUT] for name, array in job.data["test"].items()}
+    return replace(job, data={**job.data, "test": test}), exported
 
 
 def _reports(options: argparse.Namespace, made: tuple[Job, ExportedJob], seed: int, steps: int) -> dict[str, Report]:
@@ -118,7 +122,7 @@ def _run(
             microtasks_per_version=options.hosts,
             local_steps=steps,
             max_versions=versions,
-            evaluate_every=max(1, versions // 10),
+            evaluate_every=versions,
         ),
         inner_optimizer=replace(config.inner_optimizer, state=state),
         schedule=replace(config.schedule, warmup_versions=max(1, versions // 20), total_versions=versions),
@@ -136,7 +140,7 @@ def _run(
 
 
 def _draw(curves: Mapping[int, Mapping[str, Report]], path: Path) -> None:
-    """Held-out loss by samples and by bytes, first seed; a PNG of 1200 x 500 pixels."""
+    """Training loss by samples and by bytes, first seed; a PNG of 1200 x 500 pixels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -146,13 +150,13 @@ def _draw(curves: Mapping[int, Mapping[str, Report]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for steps, reports in curves.items():
         for name, report in reports.items():
-            known = [each for each in report.versions if each.evaluation]
-            losses = [each.evaluation["loss"] for each in known]
+            known = [each for each in report.versions if each.loss is not None]
+            losses = [each.loss for each in known]
             style = "o-" if name == "shipped" else "o--" if name == "reset" else ":"
             left.plot([each.version * steps for each in known], losses, style, markersize=3, label=f"H {steps}, {name}")
             right.plot([moved(each) / 1e6 for each in known], losses, style, markersize=3, label=f"H {steps}, {name}")
-    left.set(xlabel="local steps of a host", ylabel="held-out loss", title="loss by tokens")
-    right.set(xlabel="MB moved, both directions", ylabel="held-out loss", title="loss by bytes")
+    left.set(xlabel="local steps of a host", ylabel="training loss", title="loss by tokens")
+    right.set(xlabel="MB moved, both directions", ylabel="training loss", title="loss by bytes")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
