@@ -120,6 +120,8 @@ gt_version = sa.Table(
     sa.Column("samples", _Long, nullable=False, default=0),
     sa.Column("loss", _Double, nullable=True),  # mean training loss of its contributions
     sa.Column("evaluation", sa.Text, nullable=False, default=""),  # JSON {metric: value} once evaluated
+    # Of the server's own gradient at this version, once it is there (policy anchored).
+    sa.Column("anchor_sha256", Varchar(64), nullable=False, default="", server_default=""),
     mysql_engine="InnoDB",
 )
 
@@ -131,6 +133,8 @@ gt_round = sa.Table(
     sa.Column("commit_time", _Double, nullable=False),
     # JSON [[workunit name, weight, weight by age], ...] in folding order
     sa.Column("members", _Document, nullable=False),
+    # The version whose anchor corrects it; -1: none.
+    sa.Column("anchor_version", _Long, nullable=False, default=-1, server_default=sa.text("-1")),
     mysql_engine="InnoDB",
 )
 

@@ -30,6 +30,7 @@ RULES = (
     "mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clipping", "geometric_median", "norm_bound",
 )  # fmt: skip
 MIXINGS = ("none", "nearest_neighbour")
+INNER_STATES = ("reset", "shipped")
 AGE_WEIGHTS = ("polynomial", "constant", "hinge")
 
 REFERENCE = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
@@ -232,7 +233,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerOptimizerSection(OptimizerSection):
-    """[inner_optimizer]: the optimizer of local steps, run by volunteers; its state starts at zero."""
+    """[inner_optimizer]: the optimizer of local steps, run by volunteers."""
 
     kind: str = _key(_choice(*OPTIMIZERS), "sgd or adamw, as torch.optim has them", default="adamw")
     eps: float = _key(
@@ -242,6 +243,11 @@ class InnerOptimizerSection(OptimizerSection):
     )
     max_norm: float = _key(
         _number(0, 1e6, 1.0), "clip the gradient to this norm before each step; 0: no clipping", default=0.0
+    )
+    state: str = _key(
+        _choice(*INNER_STATES),
+        "its state is reset to zero in every microtask, or shipped: averaged and part of the version",
+        default="reset",
     )
 
 
@@ -299,6 +305,23 @@ class AggregationSection:
         _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
     )
     parts: int = _key(_integer(1, 1024, 4), "parts of the model, of which a microtask sends one", default=1)
+    anchor_every: int = _key(
+        _integer(1, 10_000, 5), "versions from one gradient that the server computes itself to the next", default=5
+    )
+    anchor_batches: int = _key(
+        _integer(0, 4096, 16), "batches of it (local steps, with [inner_optimizer]); 0: those of a microtask", default=0
+    )
+    anchor_max_age: int = _key(
+        _integer(0, 10_000, 20), "versions after which it says nothing about a version any more", default=20
+    )
+    anchor_strength: float = _key(
+        _number(0, 1, 0.5), "share of a step from which directions without its support are taken out", default=0.5
+    )
+    anchor_floor: float = _key(
+        _number(1e-6, 1e6, 0.1),
+        "squared singular value that counts half, as a multiple of its matrix's mean one",
+        default=0.1,
+    )
     rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
     byzantine: int = _key(
         _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
@@ -495,6 +518,15 @@ class JobConfig:
     def steps(self) -> int:
         """Batches of one microtask."""
         return self.train.batches_per_microtask if self.inner_optimizer is None else self.train.local_steps
+
+    @property
+    def ships_state(self) -> bool:
+        """Whether the inner optimizer's state is part of versions and updates."""
+        return self.inner_optimizer is not None and self.inner_optimizer.state == "shipped"
+
+    def inner_step(self, version: int) -> int | None:
+        """Steps that a version's state of the inner optimizer has seen, `local_steps` a version; None: it has none."""
+        return version * self.train.local_steps if self.ships_state else None
 
     @property
     def grace_s(self) -> float | None:
@@ -717,6 +749,8 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
                 "nesterov",
                 f'nesterov in [{name}] needs kind = "sgd" and a momentum above 0; set both or remove nesterov',
             )
+    if config.ships_state:
+        _check_shipped(config, source)
     codec = _codec(config.codec, content, source)
     workunit = dataclasses.replace(
         workunit,
@@ -776,6 +810,26 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
     )
 
 
+def _check_shipped(config: JobConfig, source: _Source) -> None:
+    """That the inner optimizer has a state, and that all of it can be sent."""
+    inner = config.inner_optimizer
+    assert inner is not None
+    if inner.kind == "sgd" and not inner.momentum:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] needs an optimizer that has a state; set kind = "adamw" or a'
+            " momentum, or remove state",
+        )
+    if config.policy.parts_by:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
+            " hold a part of the model; remove state or change the policy",
+        )
+
+
 def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSection:
     """[aggregation] with the defaults that depend on other keys, checked against those."""
     section, count, kept = config.aggregation, config.train.microtasks_per_version, config.supply.keep_versions
@@ -791,6 +845,13 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
             "optimizer",
             "nesterov",
             'policy = "delayed-nesterov" needs kind = "sgd", nesterov = true and a momentum in [optimizer]',
+        )
+    if config.train.policy == "anchored" and section.anchor_max_age < section.anchor_every:
+        raise source.error(
+            "aggregation",
+            "anchor_max_age",
+            f"anchor_max_age in [aggregation] must be at least anchor_every ({section.anchor_every}), or most versions"
+            f" are made without an anchor; write for example anchor_max_age = {4 * section.anchor_every}",
         )
     if section.momentum_every % count:
         raise source.error(

@@ -36,7 +36,7 @@ from validator.fingerprint import Layout, estimate, fingerprints, layout_of, rea
 from validator.lottery import ProjectDraws
 from validator.replays import Replays
 from validator.replication import LEAST_NORM, STRANGE_NORM, why_not_alone
-from validator.sanity import load
+from validator.sanity import check_inner_state, load
 from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
 
 _LAYOUTS = 64
@@ -80,12 +80,13 @@ class Judge:
         draw is needed and the project's upload key cannot be read."""
         microtask = essentials(str(case.task["document"]))
         kind = kind_of(microtask.mode, microtask.graph_sha256)
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
+        types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
         reading = Reading()
         by_id = {int(row["id"]): row for row in case.results}
         for identifier in needed(case.unit, case.results):
             try:
                 payload = load(self.tree, by_id[identifier], types, microtask.codec, str(case.task["digest"]))
+                check_inner_state(payload.update, case.job.config.inner_optimizer)
             except InvalidResult as error:
                 reading.sanity[identifier] = (Sanity.INVALID, f"{error} ({error.fault})")
             except TransientError as error:

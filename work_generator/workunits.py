@@ -34,8 +34,8 @@ from boinc_project.contract.microtask import (
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, Published, Shard
+from boinc_project.plan import DataPlan, batches_of_microtask
 from boinc_project.project_tree import ProjectTree, PublishedFile
-from work_generator.plan import DataPlan, batches_of_microtask
 
 STARTUP_FLOPS = 1e10  # unpacking and importing: two to three seconds of a 4 GFLOPS core
 LEAST_FPOPS_BOUND = 3e18  # 50 minutes for a host that claims 1 PFLOPS
@@ -81,6 +81,7 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, *s
         seed=config.job.seed,
         first_step=number * steps,
         codec=replace(config.codec.codec(), part=part_of(config, version, slot)),
+        inner_step=config.inner_step(version),
     )
     return Content(microtask, files)
 
