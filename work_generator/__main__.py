@@ -18,10 +18,10 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from boinc_project import clock, store
+from boinc_project import clock, size_classes, store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
-from boinc_project.database import Database, workunit
+from boinc_project.database import Database, app, workunit
 from boinc_project.gt_tables import JobState, MicrotaskState
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
@@ -29,13 +29,14 @@ from boinc_project.states import NEVER
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
 from boinc_project.templates import TemplateError
-from work_generator import issue, retire, supply, workunits
+from work_generator import issue, retire, speed_classes, supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
 DEFAULT_SLEEP_S = 5.0
 TRANSITIONER_PATIENCE_S = 60.0
 WORKUNITS_PER_BATCH = 1000  # their files share two waits for the disk
 WORKUNITS_PER_COMMIT = 200
+MOST_COUNTED = 500  # newest microtasks whose hosts show how much work each speed class wants
 LEAST_FREE_BYTES = 200 << 20
 NO_ROOM = "the disk is almost full"
 STRAGGLER_COLUMNS = (
@@ -93,6 +94,7 @@ class Generator:
         with self.database.read() as connection:
             rows = store.useful_microtasks(connection, job)
             next_slot = store.next_slot(connection, job.id) if job.config.policy.flow else 0
+            withdrawn = store.withdrawn(connection, job.id) if job.config.policy.flow else []
         self._advise(job)
         for slot in supply.skipped_slots(rows):
             self._once(
@@ -106,9 +108,12 @@ class Generator:
         if self._is_failing(job, rows):
             return True
         if job.config.policy.flow:
+            rows = list({int(row["id"]): row for row in (*rows, *withdrawn)}.values())
             wanted = supply.flow_to_issue(rows, next_slot, job.config.aggregation.in_flight)
         else:
             wanted = supply.slots_to_issue(rows, job.config.train.microtasks_per_version)
+        if job.config.class_steps and wanted:
+            wanted = self._placed(job, wanted, rows)
         issued = False
         for first in range(0, len(wanted), WORKUNITS_PER_BATCH):
             self.stopper.check()
@@ -116,6 +121,28 @@ class Generator:
         if issued:
             self._wait_for_transitioner(job.appid)
         return issued or self._help_stragglers(job)
+
+    def _placed(self, job: JobRow, wanted: Sequence[supply.Issue], rows: Sequence[store.Row]) -> list[supply.Issue]:
+        """The slots with the batches and classes that they are for; none while the app lacks the classes."""
+        steps, before = job.config.class_steps, job.current_version - 1
+        with self.database.read() as connection:
+            kept = connection.execute(sa.select(app.c.name, app.c.n_size_classes).where(app.c.id == job.appid)).one()
+            if kept.n_size_classes != len(steps):
+                self._once(
+                    f"[JOB {job.name}] waits: n_size_classes of app {kept.name} is {kept.n_size_classes}, and its"
+                    f" speed_classes are {len(steps)}; see boinc-train doctor"
+                )
+                return []
+            round_before = [] if job.config.policy.flow or before < 0 else store.microtasks(connection, job.id, before)
+            recent = sorted([*rows, *round_before], key=lambda row: int(row["id"]))[-MOST_COUNTED:]
+            tasks = store.tasks_of_hosts(connection, [str(row["workunit_name"]) for row in recent])
+            hosts = {int(task["hostid"]) for task in tasks}
+            measured = size_classes.measured_speeds(connection, job.appid, hosts)
+            first = store.next_batch(connection, job.id)
+        path = size_classes.census_path(self.tree.project_dir, str(kept.name))
+        census = size_classes.read_census(path, len(steps))
+        demand = speed_classes.demand_of(len(steps), census, tasks, measured)
+        return speed_classes.placed(job.config, wanted, rows, demand, first)
 
     def _is_failing(self, job: JobRow, rows: Sequence[store.Row]) -> bool:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""

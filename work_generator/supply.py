@@ -18,6 +18,7 @@ from boinc_project.job_config import JobConfig, SupplySection
 from boinc_project.states import NEVER
 from boinc_project.store import Ended
 from boinc_project.supply_limits import MAX_ATTEMPTS
+from work_generator.speed_classes import Place
 
 Row = Mapping[str, Any]
 _OVER = (MicrotaskState.FAILED, MicrotaskState.CANCELLED)
@@ -25,10 +26,14 @@ _OVER = (MicrotaskState.FAILED, MicrotaskState.CANCELLED)
 
 @dataclass(frozen=True)
 class Issue:
-    """Make a workunit for this slot; `attempt` counts from 0. The microtask of a slot is always the same."""
+    """Make a workunit for this slot; `attempt` counts from 0. The microtask of a slot is always the same.
+
+    `place`: its batches, where microtasks have unlike numbers of them (speed_classes.py).
+    """
 
     slot: int
     attempt: int
+    place: Place | None = None
 
 
 def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
