@@ -21,11 +21,11 @@ import sqlalchemy as sa
 from boinc_project import clock, size_classes, store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
-from boinc_project.database import Database, app, workunit
+from boinc_project.database import Database, app, result, workunit
 from boinc_project.gt_tables import JobState, MicrotaskState
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
-from boinc_project.states import NEVER
+from boinc_project.states import NEVER, ServerState
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
 from boinc_project.templates import TemplateError
@@ -269,6 +269,9 @@ class Generator:
         for row in rows:
             if supply.overlooked(row, counts[int(row["id"])], now) and not self.options.dry_run:
                 self._wake(row)
+        for row in rows:
+            if supply.waits_for_its_class(job.config, counts[int(row["id"])], now) and not self.options.dry_run:
+                self._offer_to_all(job, row)
         slow = [row for row in rows if supply.straggling(job.config, row, counts[int(row["id"])], now)]
         for row in slow:
             if self.options.dry_run:
@@ -288,6 +291,14 @@ class Generator:
             if self._changes(one_more):
                 log.info("[WU#%d %s] is slow: one more copy is asked for", row["id"], row["name"])
         return bool(slow) and not self.options.dry_run
+
+    def _offer_to_all(self, job: JobRow, row: store.Row) -> None:
+        """Raise the priority of a workunit's copies that wait above what hosts prefer their own class by."""
+        priority = job.config.workunit.priority + size_classes.OWN - size_classes.TOO_LARGE + 1
+        waiting = result.c.server_state.in_([int(ServerState.INACTIVE), int(ServerState.UNSENT)])
+        where = (result.c.workunitid == row["id"], waiting, result.c.priority < priority)
+        if self._changes(sa.update(result).where(*where).values(priority=priority)):
+            log.info("[WU#%d %s] waits for a host of its speed class: it is offered to all now", row["id"], row["name"])
 
     def _wake(self, row: store.Row) -> None:
         """Have the transitioner look at a workunit now, if it is still as it was read."""

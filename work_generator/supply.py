@@ -151,6 +151,17 @@ def straggling(
     )
 
 
+def waits_for_its_class(config: JobConfig, counts: Mapping[str, int], now: int) -> bool:
+    """Whether a copy has waited so long for a host of its speed class that any host may have it: that class may have
+    fewer hosts than a workunit needs."""
+    return (
+        bool(config.class_steps)
+        and counts["unsent"] > 0
+        and counts["in_progress"] + counts["over"] > 0
+        and now - counts["last_sent"] >= config.supply.straggler_after_s
+    )
+
+
 def overlooked(workunit: Row, counts: Mapping[str, int], now: int) -> bool:
     """Whether nobody does anything about a workunit: its copies are over, none is wanted, none waits for a verdict.
 
