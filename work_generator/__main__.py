@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -25,6 +26,7 @@ from boinc_project.database import Database, app, result, workunit
 from boinc_project.gt_tables import JobState, MicrotaskState
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
+from boinc_project.standard.install import is_standard
 from boinc_project.states import NEVER, ServerState
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
@@ -36,6 +38,7 @@ DEFAULT_SLEEP_S = 5.0
 TRANSITIONER_PATIENCE_S = 60.0
 WORKUNITS_PER_BATCH = 1000  # their files share two waits for the disk
 WORKUNITS_PER_COMMIT = 200
+CENSUS_SETTLED_S = 30.0
 MOST_COUNTED = 500  # newest microtasks whose hosts show how much work each speed class wants
 LEAST_FREE_BYTES = 200 << 20
 NO_ROOM = "the disk is almost full"
@@ -60,6 +63,7 @@ class Generator:
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
     advised: set[int] = field(default_factory=set)  # ids of jobs whose advice has been logged
+    census_read: dict[Path, float] = field(default_factory=dict)  # when it was written, as far as the feeder knows
     settled: set[str] = field(default_factory=set)  # workunits that need not be cancelled any more
 
     def __post_init__(self) -> None:
@@ -141,8 +145,20 @@ class Generator:
             first = store.next_batch(connection, job.id)
         path = size_classes.census_path(self.tree.project_dir, str(kept.name))
         census = size_classes.read_census(path, len(steps))
+        if census is not None and is_standard(self.tree.config):
+            self._tell_feeder(path)
         demand = speed_classes.demand_of(len(steps), census, tasks, measured)
         return speed_classes.placed(job.config, wanted, rows, demand, first)
+
+    def _tell_feeder(self, census: Path) -> None:
+        """Have BOINC's feeder read a new census, once it is surely complete: it reads it at its start only, and ends
+        on half of one."""
+        changed = census.stat().st_mtime
+        if changed > clock.now() - CENSUS_SETTLED_S or self.options.dry_run:
+            return
+        if self.census_read.setdefault(census, changed) != changed:
+            self.census_read[census] = changed
+            (self.tree.project_dir / "reread_db").touch()
 
     def _is_failing(self, job: JobRow, rows: Sequence[store.Row]) -> bool:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""
