@@ -1,4 +1,4 @@
-"""Doctor's check of what jobs with speed_classes need: BOINC's size classes, in the database, the files and <daemons>."""
+"""Doctor's check of what jobs with speed_classes need: size classes in the database, the files and <daemons>."""
 
 from __future__ import annotations
 
