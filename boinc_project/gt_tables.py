@@ -151,6 +151,10 @@ gt_microtask = sa.Table(
     sa.Column("document", _Document, nullable=False),  # canonical JSON of the microtask
     sa.Column("samples", _Long, nullable=False),
     sa.Column("flops", _Double, nullable=False),
+    # Its batches, and BOINC's size class of its hosts; server defaults, because older projects lack these.
+    sa.Column("first_batch", _Long, nullable=False, default=0, server_default=sa.text("0")),
+    sa.Column("steps", sa.Integer, nullable=False, default=0, server_default=sa.text("0")),
+    sa.Column("size_class", sa.Integer, nullable=False, default=-1, server_default=sa.text("-1")),
     sa.Column("state", Varchar(16), nullable=False),
     sa.Column("create_time", _Long, nullable=False),
     sa.Column("canonical_sha256", Varchar(64), nullable=False, default=""),  # of the payload the validator judged

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import re
@@ -42,6 +43,8 @@ METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 90 * 86400  # BOINC's delay_bound; longer deadlines outlive most volunteers' interest
+
+MAX_SIZE_CLASSES = 10  # BOINC's own limit (db/boinc_db_types.h)
 
 # Relative L2 distance within which two copies agree. One gradient of honest hosts differs by under
 # 1e-6 and TF32 by 4e-4; 200 local AdamW steps differ by 6e-4; looser than 1e-3 leaves room for lies.
@@ -134,6 +137,19 @@ def _betas(value: object) -> object:
     return tuple(float(b) for b in value)
 
 
+def _speeds(value: object) -> object:
+    fits = isinstance(value, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
+    if fits and not value:
+        return ()
+    speeds = tuple(float(v) for v in value) if fits else ()  # type: ignore[attr-defined]
+    falling = all(left > right > 0 for left, right in itertools.pairwise(speeds))
+    if not 2 <= len(speeds) <= MAX_SIZE_CLASSES or speeds[0] != 1.0 or not falling:
+        raise _Wrong(
+            f"must be 2 to {MAX_SIZE_CLASSES} falling numbers above 0, of which the first is 1|[1.0, 0.5, 0.25]"
+        )
+    return speeds
+
+
 def _name(value: object) -> object:
     if not isinstance(value, str) or NAME.fullmatch(value) is None or any(w in value for w in NAME_WORDS_REFUSED):
         raise _Wrong(
@@ -209,6 +225,11 @@ class TrainSection:
         _integer(1, 4096, 1), "without [inner_optimizer]: batches whose gradient one microtask sums", default=1
     )
     local_steps: int = _key(_integer(1, 500, 50), "with [inner_optimizer]: steps of it in one microtask", default=1)
+    speed_classes: tuple[float, ...] = _key(
+        _speeds,
+        "speeds of the classes of hosts, the fastest first: a microtask for a slower class has so much fewer steps",
+        default=(),
+    )
     max_versions: int = _key(_integer(1, MAX_COUNT, 100), "stop after this version")
     target_metric: str | None = _key(_metric_name, "stop once this held-out metric reaches target_value", default=None)
     target_value: float | None = _key(
@@ -516,7 +537,7 @@ class JobConfig:
 
     @property
     def steps(self) -> int:
-        """Batches of one microtask."""
+        """Batches of one microtask; with speed classes, of one for the fastest."""
         return self.train.batches_per_microtask if self.inner_optimizer is None else self.train.local_steps
 
     @property
@@ -527,6 +548,14 @@ class JobConfig:
     def inner_step(self, version: int) -> int | None:
         """Steps that a version's state of the inner optimizer has seen, `local_steps` a version; None: it has none."""
         return version * self.train.local_steps if self.ships_state else None
+
+    @property
+    def class_steps(self) -> tuple[int, ...]:
+        """Batches of a microtask by BOINC's size class, the slowest hosts' first; empty without speed classes.
+
+        DyLU (Liu et al. 2024, https://arxiv.org/abs/2401.09135): H_w = floor(v_w / v_max H).
+        """
+        return tuple(math.floor(speed * self.steps + 1e-9) for speed in reversed(self.train.speed_classes))
 
     @property
     def grace_s(self) -> float | None:
@@ -717,6 +746,7 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "train", key, f"{key} has a meaning only {where} an [inner_optimizer]; remove it or change the policy"
             )
+    _check_speed_classes(config, source)
     if config.trust.loss_probe and not local:
         raise source.error(
             "trust", "loss_probe", "loss_probe judges local steps; remove it, or add an [inner_optimizer]"
@@ -827,6 +857,32 @@ def _check_shipped(config: JobConfig, source: _Source) -> None:
             "state",
             f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
             " hold a part of the model; remove state or change the policy",
+        )
+
+
+def _check_speed_classes(config: JobConfig, source: _Source) -> None:
+    """Every class has steps of its own, and nothing compares updates of unlike numbers of steps."""
+    steps, local, section = config.class_steps, config.inner_optimizer is not None, config.aggregation
+    if not steps:
+        return
+    key = "local_steps" if local else "batches_per_microtask"
+    if steps[0] < 1 or len(set(steps)) < len(steps):
+        shown = ", ".join(
+            f"{each:g} -> {count}" for each, count in zip(config.train.speed_classes, steps[::-1], strict=True)
+        )
+        raise source.error(
+            "train",
+            "speed_classes",
+            f"speed_classes in [train] must leave each class a number of steps of its own, at least 1 ({shown} of"
+            f" {key} = {config.steps}); raise {key} or write fewer classes",
+        )
+    if local and (section.rule != "mean" or section.mixing != "none"):
+        key = "mixing" if section.mixing != "none" else "rule"
+        raise source.error(
+            "aggregation",
+            key,
+            f'{key} = "{getattr(section, key)}" in [aggregation] takes slower hosts\' shorter updates for wrong ones;'
+            f" remove {key}, or speed_classes from [train]",
         )
 
 

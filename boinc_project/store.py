@@ -326,6 +326,47 @@ def next_slot(connection: Connection, job_id: int) -> int:
     return 0 if newest is None else int(newest) + 1
 
 
+def next_batch(connection: Connection, job_id: int) -> int:
+    """The first batch that no microtask of a job with speed classes has had."""
+    end = gt_microtask.c.first_batch + gt_microtask.c.steps
+    newest = connection.execute(sa.select(sa.func.max(end)).where(gt_microtask.c.job_id == job_id)).scalar()
+    return 0 if newest is None else int(newest)
+
+
+def withdrawn(connection: Connection, job_id: int) -> list[Row]:
+    """Microtasks that were withdrawn before they were done and whose slot was not issued again, by slot."""
+    later = gt_microtask.alias("later")
+    again = sa.exists().where(
+        later.c.job_id == gt_microtask.c.job_id,
+        later.c.slot == gt_microtask.c.slot,
+        later.c.attempt > gt_microtask.c.attempt,
+    )
+    query = (
+        sa.select(*(column for column in gt_microtask.c if column.name != "document"))
+        .where(gt_microtask.c.job_id == job_id, gt_microtask.c.state == str(MicrotaskState.CANCELLED), sa.not_(again))
+        .order_by(gt_microtask.c.slot)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def tasks_of_hosts(connection: Connection, workunit_names: Sequence[str]) -> list[Row]:
+    """Results of these workunits that hosts work on, or have done: hostid, app_version_id, size_class."""
+    columns = (result.c.hostid, result.c.app_version_id, result.c.size_class)
+    found: list[Row] = []
+    for start in range(0, len(workunit_names), 500):
+        query = (
+            sa.select(*columns)
+            .join(workunit, workunit.c.id == result.c.workunitid)
+            .where(
+                workunit.c.name.in_(list(workunit_names[start : start + 500])),
+                (result.c.server_state == int(ServerState.IN_PROGRESS))
+                | ((result.c.server_state == int(ServerState.OVER)) & (result.c.outcome == int(Outcome.SUCCESS))),
+            )
+        )
+        found += [dict(row) for row in connection.execute(query).mappings()]
+    return found
+
+
 def microtask_of(connection: Connection, workunit_name: str) -> Row | None:
     query = sa.select(gt_microtask).where(gt_microtask.c.workunit_name == workunit_name)
     row = connection.execute(query).mappings().first()

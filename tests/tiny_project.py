@@ -33,6 +33,7 @@ from boinc_project.daemon import Options, Stopper
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import free_port
+from boinc_project.server.size_regulator import SizeRegulator
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import AssimilateState, Outcome, ServerState
 from boinc_project.store import JobRow
@@ -141,6 +142,7 @@ class TinyProject:
         """Let the generator and the transitioner work; returns the unsent results."""
         self.generator().one_pass()
         self.transitioner.run_once()
+        SizeRegulator(self.tree, self.db).run_once()
         return self.rows(database.result, server_state=int(ServerState.UNSENT))
 
     def validate_round(self) -> list[dict[str, Any]]:

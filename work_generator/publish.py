@@ -21,6 +21,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from boinc_project import clock, store, templates
+from boinc_project import database as boinc_tables
 from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.codecs import KINDS, PART_KINDS
 from boinc_project.contract.estimates import memory_bytes, step_flops
@@ -34,6 +35,7 @@ from boinc_project.inner_state import at_first
 from boinc_project.job_config import JobConfig, JobError
 from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Published, Shard, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
+from boinc_project.standard.install import is_standard
 from work_generator.export import ExportedJob
 from work_generator.job import Job
 from work_generator.workunits import data_plan, make_content
@@ -63,6 +65,8 @@ def publish_job(
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
     graphs += exported.smaller.values()
     check_known(graphs, config, known_to_all(tree.project_dir / "apps" / app, sent))
+    if config.class_steps:
+        set_up_classes(tree, database, app, len(config.class_steps))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
     publisher = Publisher(tree, config.job.name)
@@ -87,6 +91,32 @@ def publish_job(
 def _check_name(connection: sa.Connection, name: str) -> None:
     if store.job_named(connection, name) is not None:
         raise JobError(f"the project already has a job {name!r}; choose another name in [job]")
+
+
+def set_up_classes(tree: ProjectTree, database: Database, app: str, classes: int) -> None:
+    """Have the app as many size classes as the job has speeds. Raises JobError.
+
+    On a standard server the administrator has to: BOINC's feeder ends without the census that belongs to them.
+    """
+    table = boinc_tables.app
+    with database.read() as connection:
+        row = connection.execute(sa.select(table.c.id, table.c.n_size_classes).where(table.c.name == app)).one()
+        running = store.jobs(connection, JobState.RUNNING, JobState.PAUSED, JobState.FAILED, appid=int(row.id))
+    if row.n_size_classes == classes:
+        return
+    for other in running:
+        if other.config.class_steps:
+            raise JobError(
+                f"speed_classes in [train] are {classes}, and the job {other.name!r} of the same app has"
+                f" {len(other.config.class_steps)}; write as many, or wait until it has finished"
+            )
+    if is_standard(tree.config):
+        raise JobError(
+            f"speed_classes in [train] are {classes}, and the app {app!r} has {row.n_size_classes} size classes;"
+            f" run boinc-train install {tree.project_dir} --app {app} --size-classes {classes}"
+        )
+    with database.transaction() as connection:
+        connection.execute(sa.update(table).where(table.c.id == row.id).values(n_size_classes=classes))
 
 
 def prepare(
