@@ -202,6 +202,7 @@ def test_an_anchored_flow_learns_from_results_that_are_many_versions_old() -> No
         ("evaluate_every = 0", "evaluate_every = 30"),
         ("[schedule]", "[aggregation]\nin_flight = 22\n\n[schedule]"),
         ("min_quorum = 2", "min_quorum = 1"),
+        ("lr = 0.05", "lr = 0.02"),
     )
     hosts = [Host(name=f"host{number}", flops=4e9) for number in range(22)]
     settings = Settings(habits=Habits(tasks_per_processor=1))
