@@ -70,9 +70,13 @@ def parameters_in(update: OpenUpdate) -> dict[str, str]:
     return {name.partition("/")[2]: name for name in names if update.carries(name)}
 
 
-def float_buffers_in(update: OpenUpdate) -> list[str]:
-    """Names in the update of the buffers that are averaged; of the others the largest value is kept."""
-    return [name for name, kind in update.types.items() if name.startswith("buffer/") and kind.dtype == "float32"]
+#: Buffers, and the inner optimizer's state where that is shipped: averaged, and never given an optimizer step.
+CARRIED = ("buffer/", "optimizer/")
+
+
+def averaged_in(update: OpenUpdate) -> list[str]:
+    """Names in the update of what is averaged; of integer buffers the largest value is kept."""
+    return [name for name, kind in update.types.items() if name.startswith(CARRIED) and kind.dtype == "float32"]
 
 
 class WeightedSum:

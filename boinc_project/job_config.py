@@ -31,6 +31,7 @@ RULES = (
     "mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clipping", "geometric_median", "norm_bound",
 )  # fmt: skip
 MIXINGS = ("none", "nearest_neighbour")
+INNER_STATES = ("reset", "shipped")
 AGE_WEIGHTS = ("polynomial", "constant", "hinge")
 
 REFERENCE = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
@@ -253,7 +254,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerOptimizerSection(OptimizerSection):
-    """[inner_optimizer]: the optimizer of local steps, run by volunteers; its state starts at zero."""
+    """[inner_optimizer]: the optimizer of local steps, run by volunteers."""
 
     kind: str = _key(_choice(*OPTIMIZERS), "sgd or adamw, as torch.optim has them", default="adamw")
     eps: float = _key(
@@ -263,6 +264,11 @@ class InnerOptimizerSection(OptimizerSection):
     )
     max_norm: float = _key(
         _number(0, 1e6, 1.0), "clip the gradient to this norm before each step; 0: no clipping", default=0.0
+    )
+    state: str = _key(
+        _choice(*INNER_STATES),
+        "its state is reset to zero in every microtask, or shipped: averaged and part of the version",
+        default="reset",
     )
 
 
@@ -320,6 +326,23 @@ class AggregationSection:
         _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
     )
     parts: int = _key(_integer(1, 1024, 4), "parts of the model, of which a microtask sends one", default=1)
+    anchor_every: int = _key(
+        _integer(1, 10_000, 5), "versions from one gradient that the server computes itself to the next", default=5
+    )
+    anchor_batches: int = _key(
+        _integer(0, 4096, 16), "batches of it (local steps, with [inner_optimizer]); 0: those of a microtask", default=0
+    )
+    anchor_max_age: int = _key(
+        _integer(0, 10_000, 20), "versions after which it says nothing about a version any more", default=20
+    )
+    anchor_strength: float = _key(
+        _number(0, 1, 0.5), "share of a step from which directions without its support are taken out", default=0.5
+    )
+    anchor_floor: float = _key(
+        _number(1e-6, 1e6, 0.1),
+        "squared singular value that counts half, as a multiple of its matrix's mean one",
+        default=0.1,
+    )
     rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
     byzantine: int = _key(
         _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
@@ -524,6 +547,15 @@ class JobConfig:
         DyLU (Liu et al. 2024, https://arxiv.org/abs/2401.09135): H_w = floor(v_w / v_max H).
         """
         return tuple(math.floor(speed * self.steps + 1e-9) for speed in reversed(self.train.speed_classes))
+
+    @property
+    def ships_state(self) -> bool:
+        """Whether the inner optimizer's state is part of versions and updates."""
+        return self.inner_optimizer is not None and self.inner_optimizer.state == "shipped"
+
+    def inner_step(self, version: int) -> int | None:
+        """Steps that a version's state of the inner optimizer has seen, `local_steps` a version; None: it has none."""
+        return version * self.train.local_steps if self.ships_state else None
 
     @property
     def grace_s(self) -> float | None:
@@ -747,6 +779,8 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
                 "nesterov",
                 f'nesterov in [{name}] needs kind = "sgd" and a momentum above 0; set both or remove nesterov',
             )
+    if config.ships_state:
+        _check_shipped(config, source)
     codec = _codec(config.codec, content, source)
     workunit = dataclasses.replace(
         workunit,
@@ -822,6 +856,13 @@ def _check_speed_classes(config: JobConfig, source: _Source) -> None:
             f"speed_classes in [train] must leave each class a number of steps of its own, at least 1 ({shown} of"
             f" {key} = {config.steps}); raise {key} or write fewer classes",
         )
+    if config.ships_state:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] counts local_steps for every version, and with speed_classes slower'
+            " hosts take fewer; remove state, or speed_classes from [train]",
+        )
     if local and (section.rule != "mean" or section.mixing != "none"):
         key = "mixing" if section.mixing != "none" else "rule"
         raise source.error(
@@ -829,6 +870,26 @@ def _check_speed_classes(config: JobConfig, source: _Source) -> None:
             key,
             f'{key} = "{getattr(section, key)}" in [aggregation] takes slower hosts\' shorter updates for wrong ones;'
             f" remove {key}, or speed_classes from [train]",
+        )
+
+
+def _check_shipped(config: JobConfig, source: _Source) -> None:
+    """That the inner optimizer has a state, and that all of it can be sent."""
+    inner = config.inner_optimizer
+    assert inner is not None
+    if inner.kind == "sgd" and not inner.momentum:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] needs an optimizer that has a state; set kind = "adamw" or a'
+            " momentum, or remove state",
+        )
+    if config.policy.parts_by:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
+            " hold a part of the model; remove state or change the policy",
         )
 
 
@@ -847,6 +908,13 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
             "optimizer",
             "nesterov",
             'policy = "delayed-nesterov" needs kind = "sgd", nesterov = true and a momentum in [optimizer]',
+        )
+    if config.train.policy == "anchored" and section.anchor_max_age < section.anchor_every:
+        raise source.error(
+            "aggregation",
+            "anchor_max_age",
+            f"anchor_max_age in [aggregation] must be at least anchor_every ({section.anchor_every}), or most versions"
+            f" are made without an anchor; write for example anchor_max_age = {4 * section.anchor_every}",
         )
     if section.momentum_every % count:
         raise source.error(

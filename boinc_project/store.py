@@ -614,13 +614,33 @@ def round_members(connection: Connection, job_id: int, version: int) -> list[Mem
     return None if text is None else [Member(str(name), *map(float, weights)) for name, *weights in json.loads(text)]
 
 
-def commit_round(connection: Connection, job_id: int, version: int, members: Sequence[Member], now: float) -> None:
-    """Fix which contributions, in which order, make this version. The job's row must be locked."""
+def newest_anchor(connection: Connection, job: JobRow) -> int:
+    """The newest version of a job at which the server's own gradient is there (policy anchored); -1: none."""
+    query = sa.select(sa.func.max(gt_version.c.version)).where(
+        gt_version.c.job_id == job.id, gt_version.c.anchor_sha256 != ""
+    )
+    found = connection.scalar(query)
+    return -1 if found is None else int(found)
+
+
+def round_anchor(connection: Connection, job_id: int, version: int) -> Row | None:
+    """The row of the version whose anchor corrects the committed round that makes this version; None: of none."""
+    query = sa.select(gt_round.c.anchor_version).where(gt_round.c.job_id == job_id, gt_round.c.version == version)
+    found = connection.scalar(query)
+    return None if found is None or found < 0 else version_row(connection, job_id, int(found))
+
+
+def commit_round(
+    connection: Connection, job_id: int, version: int, members: Sequence[Member], now: float, anchor: int = -1
+) -> None:
+    """Fix which contributions, in which order, make this version, and the version whose anchor corrects them. The
+    job's row must be locked."""
     connection.execute(
         sa.insert(gt_round).values(
             job_id=job_id,
             version=version,
             commit_time=now,
+            anchor_version=anchor,
             members=json.dumps([[member.workunit_name, member.weight, member.age_weight] for member in members]),
         )
     )

@@ -23,6 +23,7 @@ import sqlalchemy as sa
 from apps.gradient.backends import open_backend
 from apps.gradient.runner import Run, load
 from assimilator.__main__ import Assimilator
+from assimilator.anchors import Anchors
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from boinc_project import app_versions, database, store, templates
@@ -135,7 +136,7 @@ class TinyProject:
         db = db or self.db
         chosen = options or Options(one_pass=True)
         applier = Applier(db, self.tree)
-        return Assimilator(chosen, self.tree, db, self.appid, self.stopper, applier, Evaluator(db))
+        return Assimilator(chosen, self.tree, db, self.appid, self.stopper, applier, Evaluator(db), Anchors(db))
 
     def issue(self) -> list[dict[str, Any]]:
         """Let the generator and the transitioner work; returns the unsent results."""

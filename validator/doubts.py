@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project import store
+from boinc_project import local_run, store
+from boinc_project.background_runs import Start
 from boinc_project.contract.codecs import Array
 from boinc_project.database import Database
 from boinc_project.gt_tables import gt_accepted, gt_microtask
@@ -27,9 +28,9 @@ __all__ = ["Doubts", "NotYet", "write"]
 class Doubts:
     """Looks at every update that is about to become canonical. Not thread-safe."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, start: Start = local_run.start) -> None:
         self._database = database
-        self.prober = Prober()
+        self.prober = Prober(start)
 
     def considered(
         self,

@@ -31,6 +31,7 @@ from boinc_project.contract.opset import OPSET
 from boinc_project.contract.update import max_update_bytes, update_types
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job, gt_version
+from boinc_project.inner_state import at_first
 from boinc_project.job_config import JobConfig, JobError
 from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Published, Shard, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
@@ -72,7 +73,7 @@ def publish_job(
     facts = prepare(job, exported, folder, publisher, progress)
     _write_template(tree.project_dir / facts.output_template, facts.max_update_bytes)
     progress("publishing version 0")
-    state_path, digest, _ = folder.write_version(0, exported.state, {})
+    state_path, digest, _ = folder.write_version(0, first_state(config, exported), {})
     state = publisher.state(0, state_path.read_bytes())
 
     def insert(connection: sa.Connection) -> int:
@@ -143,7 +144,8 @@ def prepare(
     )
     train = _shards(job, "train", folder, publisher, progress)
     test = _shards(job, "test", folder, publisher, progress) if "test" in job.data else ()
-    types = update_types(exported.gradient, config.mode, config.steps)
+    shipped = exported.optimizer if config.ships_state else None
+    types = update_types(exported.gradient, config.mode, config.steps, shipped)
     codec = config.codec.codec()
     facts = JobFacts(
         graph=graph,
@@ -171,12 +173,21 @@ def prepare(
     return facts
 
 
+def first_state(config: JobConfig, exported: ExportedJob) -> dict[str, Array]:
+    """What version 0 is made of: parameters and buffers, and the inner optimizer's state where that is shipped."""
+    state = dict(exported.state)
+    if config.ships_state:
+        assert exported.optimizer is not None
+        state.update(at_first(exported.optimizer))
+    return state
+
+
 def local_content(job: Job, exported: ExportedJob, slot: int, place: Path) -> tuple[Microtask, dict[str, Path]]:
     """The first version's microtask for a slot, without a project: its files lie under `place`, by open name."""
     folder = JobFolder(place)
     publisher = Publisher(None, job.config.job.name)
     facts = prepare(job, exported, folder, publisher)
-    path, _, _ = folder.write_version(0, exported.state, {})
+    path, _, _ = folder.write_version(0, first_state(job.config, exported), {})
     state = publisher.state(0, path.read_bytes())
     content = make_content(job.config, facts, 0, slot, state)
     by_name = {
@@ -200,6 +211,7 @@ class Known:
     codecs: frozenset[str]
     parts: frozenset[str]  # ways of sending a part of an update
     deltas: bool  # versions that are published as deltas
+    inner_state: bool  # inner optimizers that go on from a state
 
 
 def check_known(graphs: list[Graph], config: JobConfig, known: Known) -> None:
@@ -219,11 +231,14 @@ def check_known(graphs: list[Graph], config: JobConfig, known: Known) -> None:
         raise JobError(f"an app version in use cannot send a part of an update; {newer} policy in [train]")
     if config.supply.keyframe_every > 1 and not known.deltas:
         raise JobError(f"an app version in use does not know deltas of versions; {newer} keyframe_every in [supply]")
+    if config.ships_state and not known.inner_state:
+        raise JobError(f"an app version in use cannot go on from a state; {newer} state in [inner_optimizer]")
 
 
 def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
     """What each of these app versions says that it knows (.operators.json in its folder)."""
-    operators, codecs, parts, deltas = frozenset(OPSET), frozenset(KINDS), frozenset(PART_KINDS), True
+    operators, codecs, parts = frozenset(OPSET), frozenset(KINDS), frozenset(PART_KINDS)
+    deltas = inner_state = True
     wanted = {(int(row["version_num"]), str(row["platform"]), str(row["plan_class"])) for row in sent}
     # Builds of an earlier release have no dot in front.
     for path in sorted(app_folder.glob(f"*/*/*{OPERATORS_FILE.removeprefix('.')}")):
@@ -239,7 +254,8 @@ def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
         codecs &= {str(name) for name in both.get("codecs", ())}
         parts &= {str(name) for name in both.get("parts", ())}
         deltas &= bool(both.get("deltas"))
-    return Known(operators, codecs, parts, deltas)
+        inner_state &= bool(both.get("inner_state"))
+    return Known(operators, codecs, parts, deltas, inner_state)
 
 
 def _version_of(folder: Path) -> tuple[int, str, str] | None:

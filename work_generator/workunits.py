@@ -34,8 +34,8 @@ from boinc_project.contract.microtask import (
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, Published, Shard
+from boinc_project.plan import DataPlan, batches_from
 from boinc_project.project_tree import ProjectTree, PublishedFile
-from work_generator.plan import DataPlan, batches_from
 from work_generator.speed_classes import Place, uniform
 
 STARTUP_FLOPS = 1e10  # unpacking and importing: two to three seconds of a 4 GFLOPS core
@@ -91,6 +91,7 @@ def make_content(
         seed=config.job.seed,
         first_step=place.first_batch,
         codec=replace(config.codec.codec(), part=part_of(config, version, slot)),
+        inner_step=config.inner_step(version),
     )
     return Content(microtask, files, place.size_class)
 

@@ -243,7 +243,7 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
     for base_version, path in found.folder.payload_files():
         if base_version >= version:
             path.unlink(missing_ok=True)
-    for later, path in found.folder.version_files():
+    for later, path in [*found.folder.version_files(), *found.folder.anchor_files()]:
         if later > version:
             path.unlink(missing_ok=True)
 

@@ -35,7 +35,7 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.server.file_deleter import FileDeleter
 from boinc_project.server.held_replies import HeldReplies
 from boinc_project.server.http_rim import Rim
-from boinc_project.server.scheduler_service import INDEXES, Answer, Held, SchedulerService
+from boinc_project.server.scheduler_service import INDEXES, Answer, Held, Posted, SchedulerService
 from boinc_project.server.size_regulator import SizeRegulator
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.uploads import UploadStore
@@ -108,9 +108,9 @@ class ProjectLock:
 class SchedulerQueue:
     """Hands waiting scheduler requests, as many as there are, to one thread and one commit."""
 
-    def __init__(self, answer: Callable[[Sequence[bytes | Held]], list[Answer]]) -> None:
+    def __init__(self, answer: Callable[[Sequence[Posted | Held]], list[Answer]]) -> None:
         self._answer = answer
-        self._waiting: queue.SimpleQueue[tuple[bytes | Held, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Posted | Held, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class SchedulerQueue:
         self._waiting.put(None)
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
-    async def answer(self, asked: bytes | Held) -> Answer:
+    async def answer(self, asked: Posted | Held) -> Answer:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.put((asked, future))
         return await future
@@ -135,7 +135,7 @@ class SchedulerQueue:
             stopping = None in batch
             self._serve([each for each in batch if each is not None])
 
-    def _serve(self, batch: list[tuple[bytes | Held, asyncio.Future[Answer]]]) -> None:
+    def _serve(self, batch: list[tuple[Posted | Held, asyncio.Future[Answer]]]) -> None:
         if not batch:
             return
         try:

@@ -15,6 +15,7 @@ Not here: SQL (`scheduler_service.py`), XML (`messages.py`), the choice of app v
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -575,7 +576,30 @@ def host_columns(request: SchedulerRequest, user: Row, now: int) -> dict[str, An
         "product_name": info.product_name,
         "p_ngpus": sum(coproc.count for coproc in request.coprocs),
         "serialnum": " ".join(f"[{c.type}|{c.name}|{c.count}]" for c in request.coprocs)[:254],
+        "misc": _misc(request),
+        **({"external_ip_addr": request.remote_address} if request.remote_address else {}),
     }
+
+
+#: BOINC's words for makes of GPUs in host.misc.
+_MAKES = {"NVIDIA": "nvidia", "ATI": "amd", "intel_gpu": "intel", "apple_gpu": "apple"}
+
+
+def _misc(request: SchedulerRequest) -> str:
+    """The host's GPUs as BOINC 8.3 keeps them in host.misc (sched/sched_host.cpp), as JSON."""
+
+    def plain(text: str) -> str:
+        return text.replace("\\", "").replace('"', "")
+
+    gpus = [
+        {
+            "type": _MAKES.get(each.type, each.type), "model": plain(each.name), "count": each.count,
+            "ram_mb": int(min(each.memory_bytes, 1e15)) >> 20, "driver_version": plain(each.driver),
+            "opencl_version": str(each.opencl.version),
+        }
+        for each in request.coprocs
+    ]  # fmt: skip
+    return json.dumps({"gpus": gpus}, indent=4) if gpus else ""
 
 
 @dataclass

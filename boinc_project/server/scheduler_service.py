@@ -157,6 +157,14 @@ _WATCH_DEADLINE = Statement(
 
 
 @dataclass(frozen=True)
+class Posted:
+    """A request as it came: its body, and the address that it came from ('' if that is not known)."""
+
+    body: bytes
+    address: str = ""
+
+
+@dataclass(frozen=True)
 class Held:
     """A request whose reply, without work, may wait for new results; asked again, it is only for work."""
 
@@ -212,8 +220,8 @@ class SchedulerService:
         self._static = _StaticTables(tree)
         self._must_last = False  # whether the transaction in progress changes what must not be lost
 
-    def answer(self, asked: Sequence[bytes | Held]) -> list[Answer]:
-        """The answer to each request body or held request, in order, after one commit for all.
+    def answer(self, asked: Sequence[Posted | Held]) -> list[Answer]:
+        """The answer to each request or held request, in order, after one commit for all.
 
         The commit is durable, unless it holds nothing but what the hosts say of themselves.
         """
@@ -250,9 +258,9 @@ class SchedulerService:
         """The same for one request that is a record already: what the simulator's hosts ask. Nothing is held."""
         return self.db.serialized(lambda connection: self._handle(connection, request)[0])
 
-    def _parsed(self, body: bytes) -> SchedulerRequest | RequestError:
+    def _parsed(self, posted: Posted) -> SchedulerRequest | RequestError:
         try:
-            return parse_request(body)
+            return replace(parse_request(posted.body), remote_address=posted.address)
         except RequestError as error:
             return error
 

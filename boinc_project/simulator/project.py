@@ -15,6 +15,7 @@ import psutil
 import sqlalchemy as sa
 
 from assimilator.__main__ import Assimilator
+from assimilator.anchors import Anchors
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from boinc_project import app_versions, clock, database, store
@@ -94,12 +95,11 @@ class PrivateProject:
         self.generator = Generator(
             passes, self.tree, self.db, self.appid, stopper, wait=lambda seconds: self.transition()
         )
-        self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now)
-        self.validator.replays.start = Evaluation  # type: ignore[assignment]
-        evaluator = Evaluator(self.db, Evaluation)
+        self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now, start=Evaluation)
         self.assimilator = Assimilator(
-            passes, self.tree, self.db, self.appid, stopper, Applier(self.db, self.tree), evaluator
-        )
+            passes, self.tree, self.db, self.appid, stopper, Applier(self.db, self.tree),
+            Evaluator(self.db, Evaluation), Anchors(self.db, Evaluation),
+        )  # fmt: skip
 
     def close(self) -> None:
         self.db.close()

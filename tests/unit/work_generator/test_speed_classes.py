@@ -15,12 +15,11 @@ from boinc_project import store
 from boinc_project.cli.jobs import roll_back
 from boinc_project.gt_tables import JobState, MicrotaskState, gt_microtask
 from boinc_project.job_config import JobConfig, load_config
+from boinc_project.plan import DataPlan, batches_from
 from boinc_project.size_classes import Measured
 from tests.tiny_project import TINY_JOB, TinyProject, tiny_project
-from work_generator.plan import DataPlan
 from work_generator.speed_classes import Place, classes_of_new, demand_of, placed, uniform
 from work_generator.supply import Issue, waits_for_its_class
-from work_generator.workunits import batches_from
 
 CLASSES = ("local_steps = 5", "local_steps = 8\nspeed_classes = [1.0, 0.5, 0.25]")
 
