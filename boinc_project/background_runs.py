@@ -7,8 +7,8 @@
     for each in runs.ended():                                # in every pass
         each.key, each.microtask, each.update, each.why
 
-Evaluations of versions (assimilator), trials of updates and the server's own copies (validator) are such runs. Nothing
-is recorded: what a daemon that ends has under way is asked for again by whatever asked for it.
+Evaluations and anchors of versions (assimilator), trials of updates and the server's own copies (validator) are such
+runs. Nothing is recorded: what a daemon that ends has under way is asked for again by whatever asked for it.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ gt_version = sa.Table(
     sa.Column("samples", _Long, nullable=False, default=0),
     sa.Column("loss", _Double, nullable=True),  # mean training loss of its contributions
     sa.Column("evaluation", sa.Text, nullable=False, default=""),  # JSON {metric: value} once evaluated
+    # Of the server's own gradient at this version, once it is there (policy anchored).
+    sa.Column("anchor_sha256", Varchar(64), nullable=False, default="", server_default=""),
     mysql_engine="InnoDB",
 )
 
@@ -131,6 +133,8 @@ gt_round = sa.Table(
     sa.Column("commit_time", _Double, nullable=False),
     # JSON [[workunit name, weight, weight by age], ...] in folding order
     sa.Column("members", _Document, nullable=False),
+    # The version whose anchor corrects it; -1: none.
+    sa.Column("anchor_version", _Long, nullable=False, default=-1, server_default=sa.text("-1")),
     mysql_engine="InnoDB",
 )
 
@@ -147,6 +151,10 @@ gt_microtask = sa.Table(
     sa.Column("document", _Document, nullable=False),  # canonical JSON of the microtask
     sa.Column("samples", _Long, nullable=False),
     sa.Column("flops", _Double, nullable=False),
+    # Its batches, and BOINC's size class of its hosts; server defaults, because older projects lack these.
+    sa.Column("first_batch", _Long, nullable=False, default=0, server_default=sa.text("0")),
+    sa.Column("steps", sa.Integer, nullable=False, default=0, server_default=sa.text("0")),
+    sa.Column("size_class", sa.Integer, nullable=False, default=-1, server_default=sa.text("-1")),
     sa.Column("state", Varchar(16), nullable=False),
     sa.Column("create_time", _Long, nullable=False),
     sa.Column("canonical_sha256", Varchar(64), nullable=False, default=""),  # of the payload the validator judged

@@ -36,7 +36,7 @@ from validator.fingerprint import Layout, estimate, fingerprints, layout_of, rea
 from validator.lottery import ProjectDraws
 from validator.replays import Replays
 from validator.replication import LEAST_NORM, STRANGE_NORM, why_not_alone
-from validator.sanity import load
+from validator.sanity import check_inner_state, load
 from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
 
 _LAYOUTS = 64
@@ -68,7 +68,7 @@ class Judge:
     start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
-    norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
+    norms: dict[str, deque[float]] = field(default_factory=dict)  # of the latest updates, by kind and steps
 
     def __post_init__(self) -> None:
         self.draws = ProjectDraws(self.tree)
@@ -80,12 +80,13 @@ class Judge:
         draw is needed and the project's upload key cannot be read."""
         microtask = essentials(str(case.task["document"]))
         kind = kind_of(microtask.mode, microtask.graph_sha256)
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
+        types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
         reading = Reading()
         by_id = {int(row["id"]): row for row in case.results}
         for identifier in needed(case.unit, case.results):
             try:
                 payload = load(self.tree, by_id[identifier], types, microtask.codec, str(case.task["digest"]))
+                check_inner_state(payload.update, case.job.config.inner_optimizer)
             except InvalidResult as error:
                 reading.sanity[identifier] = (Sanity.INVALID, f"{error} ({error.fault})")
             except TransientError as error:
@@ -102,9 +103,10 @@ class Judge:
             blobs = fingerprints(list(reading.tensors.values()), layout)
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
             estimates = self._estimates(case, reading, layout)
-            suspicions = self._suspicions(case, reading, layout, kind)
+            alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
+            suspicions = self._suspicions(case, reading, layout, kind, alike)
             if case.job.config.trust.adaptive_replication:
-                self._look_at_norms(reading, layout, kind, suspicions)
+                self._look_at_norms(reading, layout, alike, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
         witnesses = self._witnesses(case, kind, reading.metadata)
@@ -195,7 +197,7 @@ class Judge:
 
     # Copied work.
 
-    def _suspicions(self, case: Case, reading: Reading, layout: Layout, kind: str) -> dict[int, str]:
+    def _suspicions(self, case: Case, reading: Reading, layout: Layout, kind: str, alike: str) -> dict[int, str]:
         """Why some of the copies that are not judged yet look as if they had not been computed."""
         found: dict[int, str] = {}
         job, version = case.job, int(case.task["version"])
@@ -210,14 +212,14 @@ class Judge:
             if earlier := self.copies.sent_before(host_id, case.name, kind, blob, layout):
                 found[identifier] = f"it is a multiple of what this host returned for {earlier}"
             elif version > 0 and self.copies.is_step(
-                (job.id, version, kind), blob, layout, lambda: self._step(case, layout.names)
+                (job.id, version, alike), blob, layout, lambda: self._step(case, layout.names)
             ):
                 found[identifier] = f"it is a multiple of the public step from version {version - 1} to {version}"
         return found
 
-    def _look_at_norms(self, reading: Reading, layout: Layout, kind: str, suspicions: dict[int, str]) -> None:
-        """Find updates whose size is nothing like that of the latest ones of their kind."""
-        latest = self.norms.setdefault(kind, deque(maxlen=NORMS))
+    def _look_at_norms(self, reading: Reading, layout: Layout, alike: str, suspicions: dict[int, str]) -> None:
+        """Find updates whose size is nothing like that of the latest ones of their kind and number of steps."""
+        latest = self.norms.setdefault(alike, deque(maxlen=NORMS))
         for identifier, blob in reading.marks.items():
             norm = work_norm(blob, layout)
             usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm

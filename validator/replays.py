@@ -104,7 +104,7 @@ class Replays:
         microtask = Microtask.from_json(str(case.task["document"]).encode())
         microtask = with_whole_state(microtask, self.state_of(case.job, microtask.base_version))
         files = inputs(case.job, microtask)
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
+        types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
         place = self._runs.folder(case.job.folder.path, str(case.id))
         arguments = (*ONE_THREAD, "--backend", case.job.config.trust.replay_backend)
         self._runs.begin(case.id, place, microtask, files, types, arguments)

@@ -79,7 +79,7 @@ def _job_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> tuple[Ta
             job.state,
             f"{job.current_version}/{job.config.train.max_versions}",
             ago(times[-1]) if times else "",
-            escape(job.note),
+            escape("; ".join(filter(None, (job.note, anchor_note(connection, job))))),
         )
         training.add_row(
             job.name,
@@ -89,6 +89,23 @@ def _job_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> tuple[Ta
             staleness(connection, job.id),
         )
     return where, training
+
+
+def anchor_note(connection: sa.Connection, job: store.JobRow) -> str:
+    """How far the server's own gradient lags behind, where the policy needs one; '' for other jobs."""
+    if job.config.train.policy != "anchored":
+        return ""
+    newest, section = store.newest_anchor(connection, job), job.config.aggregation
+    if newest < 0:
+        return "no anchor yet: versions are made without one"
+    behind = job.current_version - newest
+    if behind > section.anchor_max_age:
+        return (
+            f"anchor of version {newest} is {behind} versions old, over anchor_max_age ({section.anchor_max_age}):"
+            " versions are made without one; the server is too slow for them"
+        )
+    lags = f", {behind - section.anchor_every} more than anchor_every" if behind > section.anchor_every else ""
+    return f"anchor of version {newest}, {behind} behind{lags}"
 
 
 def staleness(connection: sa.Connection, job_id: int) -> str:
