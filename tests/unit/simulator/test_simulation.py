@@ -204,13 +204,13 @@ def test_simulated_hosts_come_from_networks_of_their_own_and_newcomers_from_one_
 def test_an_anchored_flow_learns_from_results_that_are_many_versions_old() -> None:
     changes = (
         ('policy = "sync"', 'policy = "anchored"'),
-        ("max_versions = 4", "max_versions = 30"),
-        ("evaluate_every = 0", "evaluate_every = 30"),
-        ("[schedule]", "[aggregation]\nin_flight = 22\n\n[schedule]"),
+        ("max_versions = 4", "max_versions = 40"),
+        ("evaluate_every = 0", "evaluate_every = 40"),
+        ("[schedule]", "[aggregation]\nin_flight = 16\n\n[schedule]"),
         ("min_quorum = 2", "min_quorum = 1"),
         ("lr = 0.05", "lr = 0.02"),
     )
-    hosts = [Host(name=f"host{number}", flops=4e9) for number in range(22)]
+    hosts = [Host(name=f"host{number}", flops=4e9) for number in range(16)]
     settings = Settings(habits=Habits(tasks_per_processor=1))
     with simulated(*exported(changes=changes), hosts, settings) as simulation:
         simulation.run()
@@ -218,8 +218,8 @@ def test_an_anchored_flow_learns_from_results_that_are_many_versions_old() -> No
         rounds = simulation.project.rows(gt_round)
         applied = [row for row in simulation.project.rows(gt_ledger) if row["disposition"] == Disposition.APPLIED]
     ages = [int(row["applied_version"]) - 1 - int(row["base_version"]) for row in applied]
-    assert sum(ages) / len(ages) > 7
+    assert sum(ages) / len(ages) > 5
     first = report.versions[1].loss
     assert first is not None and report.last.evaluation["loss"] < 0.75 * first
     behind = [int(row["version"]) - 1 - int(row["anchor_version"]) for row in rounds if row["anchor_version"] >= 0]
-    assert len(behind) > 20 and 0 < max(behind) <= 20
+    assert len(behind) > 30 and 0 < max(behind) <= 20
