@@ -8,9 +8,11 @@ make the versions. Many settings go through a trace at once: their local steps a
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,52 +71,63 @@ def recorded(simulation: Simulation) -> Arrivals:
 def replay(
     job: Job, exported: ExportedJob, configs: Sequence[JobConfig], arrivals: Arrivals, every: int
 ) -> list[list[tuple[float, float]]]:
-    """(virtual hours, held-out loss) of each setting at every `every`-th version and the last; not finite: diverged.
+    """(virtual hours, held-out loss) of each setting at every `every`-th version and the last; infinite, and the
+    last: it diverged.
 
     The settings differ in policy and rates alone. The model has no buffers, the inner optimizer is SGD.
     """
     training = _Training(job, exported, configs[0])
     start = {name: array for name, array in exported.state.items() if name.startswith("parameter/")}
-    history: dict[int, list[State]] = {0: [start for _ in configs]}
-    optimizers: list[State] = [{} for _ in configs]
-    curves: list[list[tuple[float, float]]] = [[] for _ in configs]
+    runs = [_Run(config, {0: start}) for config in configs]
     lasts = arrivals.lasts
     with np.errstate(all="ignore"):  # settings that diverge are part of a search
         for version, round in enumerate(arrivals.rounds):
-            moved = training.deltas(configs, [[history[base][c] for base, _ in round] for c in range(len(configs))],
-                                    round)  # fmt: skip
-            made = [
-                _advance(config, history, c, version, round, moved[c], optimizers, training)
-                for c, config in enumerate(configs)
-            ]
-            history = {v: states for v, states in history.items() if lasts.get(v, -1) > version}
-            history[version + 1] = made
-            if (version + 1) % every == 0 or version + 1 == len(arrivals.rounds):
-                for curve, state in zip(curves, made, strict=True):
-                    curve.append((arrivals.hours[version], training.held_out(state)))
-    return curves
+            going = [run for run in runs if run.is_finite]
+            if not going:
+                break
+            deltas = training.deltas(going, round)
+            for run, moved in zip(going, deltas, strict=True):
+                run.advance(version, round, moved, training)
+                for base in [each for each in run.history if each <= version and lasts.get(each, -1) <= version]:
+                    del run.history[base]
+                if (version + 1) % every == 0 or version + 1 == len(arrivals.rounds):
+                    run.note(arrivals.hours[version], training.held_out(run.history[version + 1]))
+    return [run.curve for run in runs]
 
 
-def _advance(
-    config: JobConfig, history: Mapping[int, Sequence[State]], which: int, version: int,
-    round: Sequence[tuple[int, int]], deltas: Sequence[State], optimizers: list[State], training: _Training,
-) -> State:  # fmt: skip
-    contributions = [
-        Contribution(
-            slot, training.samples, lambda delta=delta: training.update(delta), base, training.steps,  # type: ignore[misc]
-            age_weight=age_weight(config.aggregation, version - base),
+@dataclass
+class _Run:
+    """A setting on its way: versions that are still needed, the optimizer's state, (virtual hours, loss) so far."""
+
+    config: JobConfig
+    history: dict[int, State]
+    optimizer: State = field(default_factory=dict)
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    is_finite: bool = True
+
+    def note(self, hours: float, loss: float) -> None:
+        self.is_finite = math.isfinite(loss)
+        self.curve.append((hours, loss if self.is_finite else math.inf))
+
+    def advance(
+        self, version: int, round: Sequence[tuple[int, int]], deltas: Sequence[State], training: _Training
+    ) -> None:
+        """Make version + 1 of what these contributions changed."""
+        contributions = [
+            Contribution(
+                slot, training.samples, partial(training.update, delta), base, training.steps,
+                age_weight=age_weight(self.config.aggregation, version - base),
+            )
+            for (base, slot), delta in zip(round, deltas, strict=True)
+        ]  # fmt: skip
+
+        def load() -> tuple[State, State]:
+            return {name: array.copy() for name, array in self.history[version].items()}, self.optimizer
+
+        made = policy_of(self.config).advance(
+            Round(version, contributions, load, lambda base: self.history[base], training.graph)
         )
-        for (base, slot), delta in zip(round, deltas, strict=True)
-    ]  # fmt: skip
-
-    def load() -> tuple[State, State]:
-        return {name: array.copy() for name, array in history[version][which].items()}, optimizers[which]
-
-    made = policy_of(config).advance(
-        Round(version, contributions, load, lambda base: history[base][which], training.graph)
-    )
-    optimizers[which] = made.optimizer
-    return made.state
+        self.history[version + 1], self.optimizer = made.state, made.optimizer
 
 
 class _Training:
@@ -144,23 +157,21 @@ class _Training:
         loss: Tensor = job.loss(lambda *inputs: functional_call(job.model, parameters, inputs), batch).mean()
         return loss
 
-    def deltas(
-        self, configs: Sequence[JobConfig], starts: Sequence[Sequence[State]], round: Sequence[tuple[int, int]]
-    ) -> list[list[State]]:
+    def deltas(self, runs: Sequence[_Run], round: Sequence[tuple[int, int]]) -> list[list[State]]:
         """What the local steps of each setting and contribution change, start minus end."""
         rates, momenta = [], []
-        for config in configs:
+        for config in (run.config for run in runs):
             inner = config.inner_optimizer
             assert inner is not None and inner.kind == "sgd" and not (inner.nesterov or inner.weight_decay)
             rates += [config.learning_rate(base) for base, _ in round]
             momenta += [inner.momentum] * len(round)
-        flat = [state for each in starts for state in each]
+        flat = [run.history[base] for run in runs for base, _ in round]
         first = {n: torch.from_numpy(np.stack([state[ours] for state in flat])) for n, ours in self._names.items()}
         now = {name: tensor.clone() for name, tensor in first.items()}
         speed = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
         column = {name: (-1,) + (1,) * (tensor.dim() - 1) for name, tensor in first.items()}
         rate, momentum = torch.tensor(rates), torch.tensor(momenta)
-        places = [self._rows(config, base, slot) for config in configs for base, slot in round]
+        places = [self._rows(run.config, base, slot) for run in runs for base, slot in round]
         for step in range(self.steps):
             rows = torch.from_numpy(np.stack([each[step] for each in places]))
             batch = {field: tensor[rows] for field, tensor in self._data["train"].items()}

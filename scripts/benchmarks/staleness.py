@@ -59,7 +59,7 @@ FOLDER = REPOSITORY / "scripts" / "benchmarks" / "next_character"
 RATES = FOLDER / "rates.json"
 TUNING_SEED, TUNING_LAG = 1000, 10
 GRID: Mapping[str, Sequence[float]] = {
-    "inner": (0.1, 0.2, 0.3), "outer": (0.06, 0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.4, 0.8),
+    "inner": (0.2, 0.3), "outer": (0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.6),
 }  # fmt: skip
 
 SYNCHRONOUS = "synchronous"
