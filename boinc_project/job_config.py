@@ -317,6 +317,9 @@ class AggregationSection:
     mixing_rate: float = _key(
         _number(0, 1, 0.6, above=True), "share that a contribution's model has in the next one", default=0.6
     )
+    compensation: float = _key(
+        _number(0, 10, 0.1), "strength of the correction for what has been moved since a result was begun", default=0.1
+    )
     momentum_every: int = _key(
         _integer(0, MAX_COUNT, 32),
         "contributions between two updates of the outer momentum; 0: microtasks_per_version",

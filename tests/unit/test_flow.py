@@ -33,6 +33,7 @@ def flow(policy: str, *changes: tuple[str, str], keys: str = "") -> Changes:
 
 FLOWS = {
     "buffered": flow("buffered"),
+    "delay-compensated": flow("delay-compensated"),
     "async": flow("async"),
     "vc-asgd": flow("vc-asgd"),
     "delayed-nesterov": flow("delayed-nesterov", keys="momentum_every = 4"),
