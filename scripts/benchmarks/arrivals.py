@@ -37,7 +37,7 @@ from work_generator.workunits import microtask_number
 Array = npt.NDArray[Any]
 State = dict[str, Array]
 
-#: (parameters [P, ...] by name, the job's one field [P, B, ...]) -> mean loss of each of P models over its own batch, [P].
+#: (parameters [P, ...] by name, the job's one field [P, B, ...]) -> mean loss of each of P models, [P].
 Losses = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 
