@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 
 from assimilator.contributions import Contribution
 from assimilator.policies import Round, age_weight, policy_of
@@ -37,6 +36,9 @@ from work_generator.speed_classes import uniform
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
+
+#: (parameters [P, ...] by name, the job's one field [P, B, ...]) -> mean loss of each of P models, [P].
+Losses = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,21 @@ def recorded(simulation: Simulation) -> Arrivals:
 
 
 def replay(
-    job: Job, exported: ExportedJob, configs: Sequence[JobConfig], arrivals: Arrivals, every: int
+    job: Job,
+    exported: ExportedJob,
+    losses: Losses,
+    configs: Sequence[JobConfig],
+    arrivals: Arrivals,
+    every: int,
+    margin: float = math.inf,
 ) -> list[list[tuple[float, float]]]:
     """(virtual hours, held-out loss) of each setting at every `every`-th version and the last; infinite, and the
     last: it diverged.
 
-    The settings differ in policy and rates alone. The model has no buffers, the inner optimizer is SGD.
+    The settings differ in policy and rates alone. The model has no buffers, the inner optimizer is SGD. In the second
+    half a setting is given up whose loss is over `margin` times the least one of its policy.
     """
-    training = _Training(job, exported, configs[0])
+    training = _Training(job, exported, losses, configs[0])
     start = {name: array for name, array in exported.state.items() if name.startswith("parameter/")}
     runs = [_Run(config, {0: start}) for config in configs]
     lasts = arrivals.lasts
@@ -92,7 +101,16 @@ def replay(
                     del run.history[base]
                 if (version + 1) % every == 0 or version + 1 == len(arrivals.rounds):
                     run.note(arrivals.hours[version], training.held_out(run.history[version + 1]))
+            if 2 * version > len(arrivals.rounds):
+                _give_up(going, margin)
     return [run.curve for run in runs]
+
+
+def _give_up(runs: Sequence[_Run], margin: float) -> None:
+    for run in runs:
+        others = [each.curve[-1][1] for each in runs if each.config.train.policy == run.config.train.policy]
+        if run.curve[-1][1] > margin * min(others):
+            run.note(run.curve[-1][0], math.inf)
 
 
 @dataclass
@@ -133,29 +151,23 @@ class _Run:
 class _Training:
     """Local steps and held-out loss of a job, in PyTorch."""
 
-    def __init__(self, job: Job, exported: ExportedJob, config: JobConfig) -> None:
-        self._job, self._exported, self._config = job, exported, config
+    def __init__(self, job: Job, exported: ExportedJob, losses: Losses, config: JobConfig) -> None:
+        self._exported, self._losses, self._config = exported, losses, config
         self._names = {theirs: ours for theirs, ours in exported.state_dict.items() if ours.startswith("parameter/")}
         assert len(self._names) == len(exported.state), "a model with buffers or tied weights cannot be replayed"
-        self._data = {split: dict(fields) for split, fields in job.data.items()}
-        size, count = config.data.batch_size, len(next(iter(self._data["train"].values())))
+        (self._train,), (self._test,) = job.data["train"].values(), job.data["test"].values()
+        size, count = config.data.batch_size, len(self._train)
         assert count % size == 0, "an epoch's last batch must be full"
         self._plan = DataPlan(config.job.seed, (count,), size, False)
         self.steps, self.samples = config.steps, config.steps * size
         types = {f"delta/{ours.partition('/')[2]}": array.shape for ours, array in exported.state.items()}
         self._types = {name: TensorType("float32", shape) for name, shape in types.items()}
-        self._gradient = vmap(grad(self._loss))
 
     def graph(self) -> Graph:
         return self._exported.gradient
 
     def update(self, delta: State) -> OpenUpdate:
         return OpenUpdate(delta, self._types, Codec(compression="none"), {})
-
-    def _loss(self, parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        job = self._job
-        loss: Tensor = job.loss(lambda *inputs: functional_call(job.model, parameters, inputs), batch).mean()
-        return loss
 
     def deltas(self, runs: Sequence[_Run], round: Sequence[tuple[int, int]]) -> list[list[State]]:
         """What the local steps of each setting and contribution change, start minus end."""
@@ -174,11 +186,15 @@ class _Training:
         places = [self._rows(run.config, base, slot) for run in runs for base, slot in round]
         for step in range(self.steps):
             rows = torch.from_numpy(np.stack([each[step] for each in places]))
-            batch = {field: tensor[rows] for field, tensor in self._data["train"].items()}
-            for name, gradient in self._gradient(now, batch).items():
-                speed[name].mul_(momentum.view(column[name])).add_(gradient)
-                now[name].sub_(rate.view(column[name]) * speed[name])
-        ours = {f"delta/{ours.partition('/')[2]}": (first[n] - now[n]).numpy() for n, ours in self._names.items()}
+            leaves = [tensor.requires_grad_() for tensor in now.values()]
+            gradients = torch.autograd.grad(self._losses(now, self._train[rows]).sum(), leaves)
+            with torch.no_grad():
+                for (name, tensor), gradient in zip(now.items(), gradients, strict=True):
+                    speed[name].mul_(momentum.view(column[name])).add_(gradient)
+                    tensor.sub_(rate.view(column[name]) * speed[name])
+        ours = {
+            f"delta/{ours.partition('/')[2]}": (first[n] - now[n].detach()).numpy() for n, ours in self._names.items()
+        }
         each = [{name: array[i] for name, array in ours.items()} for i in range(len(flat))]
         return [each[i : i + len(round)] for i in range(0, len(each), len(round))]
 
@@ -187,6 +203,6 @@ class _Training:
         return [self._plan.samples_of(first + step)[1] for step in range(self.steps)]
 
     def held_out(self, state: State) -> float:
-        named = {name: torch.from_numpy(state[ours]) for name, ours in self._names.items()}
+        named = {name: torch.from_numpy(state[ours]).unsqueeze(0) for name, ours in self._names.items()}
         with torch.no_grad():
-            return float(self._loss(named, self._data["test"]))
+            return float(self._losses(named, self._test.unsqueeze(0)))

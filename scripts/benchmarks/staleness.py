@@ -49,6 +49,7 @@ from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.arrivals import Arrivals, recorded, replay
 from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed
+from scripts.benchmarks.next_character.characters import losses
 from scripts.benchmarks.simulations import plot_path
 from work_generator.export import ExportedJob, export_job
 from work_generator.job import Job, load_config
@@ -58,8 +59,9 @@ STARTUP_FLOPS = 1e10  # what a task costs besides its steps (work_generator/work
 FOLDER = REPOSITORY / "scripts" / "benchmarks" / "next_character"
 RATES = FOLDER / "rates.json"
 TUNING_SEED, TUNING_LAG = 1000, 10
+TUNING_MARGIN = 1.15  # of the best loss, beyond which rates are given up in the second half of a run
 GRID: Mapping[str, Sequence[float]] = {
-    "inner": (0.2, 0.3), "outer": (0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.6),
+    "inner": (0.2, 0.3), "outer": (0.06, 0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.6),
 }  # fmt: skip
 
 SYNCHRONOUS = "synchronous"
@@ -224,9 +226,9 @@ class _Bench:
         curve = [(each.when_s / 3600, each.evaluation["loss"]) for each in report.versions if each.evaluation]
         return Outcome(arrivals.lag, curve), arrivals
 
-    def _replayed(self, arrivals: Arrivals, configs: Sequence[JobConfig]) -> list[Outcome]:
+    def _replayed(self, arrivals: Arrivals, configs: Sequence[JobConfig], margin: float = math.inf) -> list[Outcome]:
         every = configs[0].train.evaluate_every
-        curves = replay(*self._job(configs[0]), configs, arrivals, every)
+        curves = replay(*self._job(configs[0]), losses, configs, arrivals, every, margin)
         return [Outcome(arrivals.lag, curve) for curve in curves]
 
     def compare(self) -> dict[str, float]:
@@ -265,37 +267,32 @@ class _Bench:
         config = replace(config, train=replace(config.train, max_versions=rounds))
         config = replace(config, schedule=replace(config.schedule, total_versions=rounds))
         shorter = Arrivals(trace.rounds[:rounds], trace.hours[:rounds])
-        return replay(*self._job(config), [config], shorter, rounds)[0][-1][1]
+        return replay(*self._job(config), losses, [config], shorter, rounds)[0][-1][1]
 
     def tune(self, names: Sequence[str]) -> dict[str, float]:
         """Find and store the rates of these policies: the least final loss on the tuning seed."""
         stored = _stored()
-        traces: dict[bool, Arrivals] = {}
         found: dict[str, float] = {}
-        for name in names:
-            waits = name == SYNCHRONOUS
-            if waits not in traces:
-                traces[waits] = self._simulated(name, TUNING_LAG, Rates(0.1, 0.1, 0.1), TUNING_SEED)[1]
-            grid = [Rates(*each) for each in itertools.product(GRID["inner"], GRID["outer"], self._momenta(name))]
-            losses: dict[Rates, float] = {}
-            for inner in GRID["inner"]:
-                some = [rates for rates in grid if rates.inner == inner]
-                configs = [self._config(name, TUNING_LAG, rates, TUNING_SEED) for rates in some]
-                for rates, outcome in zip(some, self._replayed(traces[waits], configs), strict=True):
-                    losses[rates] = outcome.final
-                    print(f"{name}: {rates.inner}, {rates.outer}, {rates.momentum}: {outcome.final:.4f}", flush=True)
-            stored[name] = min(grid, key=lambda rates: losses[rates])
-            print(f"{name}: {stored[name]}, loss {losses[stored[name]]:.4f}", flush=True)
-            found[f"{_key(name)}_tuned_loss"] = losses[stored[name]]
-            RATES.write_text(json.dumps({n: vars(rates) for n, rates in stored.items()}, indent=2) + "\n")
+        for some in ([n for n in names if n == SYNCHRONOUS], [n for n in names if n != SYNCHRONOUS]):
+            if not some:
+                continue
+            trace = self._simulated(some[0], TUNING_LAG, Rates(0.1, 0.1, 0.1), TUNING_SEED)[1]
+            tried = [(name, rates) for name in some for rates in self._grid(name)]
+            configs = [self._config(name, TUNING_LAG, rates, TUNING_SEED) for name, rates in tried]
+            outcomes = self._replayed(trace, configs, TUNING_MARGIN)
+            for (name, rates), outcome in zip(tried, outcomes, strict=True):
+                print(f"{name}: {rates}: {outcome.final:.4f}", flush=True)
+            for name in some:
+                best = min((outcome.final, index) for index, outcome in enumerate(outcomes) if tried[index][0] == name)
+                stored[name], found[f"{_key(name)}_tuned_loss"] = tried[best[1]][1], best[0]
+                print(f"{name}: {stored[name]}, loss {best[0]:.4f}", flush=True)
+        RATES.write_text(json.dumps({name: vars(rates) for name, rates in stored.items()}, indent=2) + "\n")
         return found
 
-    def _momenta(self, name: str) -> Sequence[float]:
-        """The grid's momenta that mean something to a policy."""
-        policy, momenta = POLICIES[name], GRID["momentum"]
-        if policy in ("async", "vc-asgd"):
-            return momenta[:1]
-        return momenta
+    def _grid(self, name: str) -> list[Rates]:
+        """The grid, without momenta where a policy has none."""
+        momenta = GRID["momentum"][:1] if POLICIES[name] in ("async", "vc-asgd") else GRID["momentum"]
+        return [Rates(*each) for each in itertools.product(GRID["inner"], GRID["outer"], momenta)]
 
 
 def _stored() -> dict[str, Rates]:

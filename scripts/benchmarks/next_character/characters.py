@@ -43,6 +43,21 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(scores.transpose(1, 2), text[:, CONTEXT:], reduction="none").mean(1)
 
 
+def losses(parameters: dict[str, Tensor], text: Tensor) -> Tensor:
+    """Mean of `loss` over a batch for P models at once, [P]: parameters [P, ...] by name, text [P, B, N + T]."""
+    models, batch, _ = text.shape
+    ids = text.long() + VOCABULARY * torch.arange(models).view(-1, 1, 1)
+    features = parameters["characters.weight"].reshape(-1, FEATURES)[ids[:, :, :-1]]  # [P, B, N + T - 1, features]
+    windows = torch.cat([features[:, :, i : i + TARGETS] for i in range(CONTEXT)], 3).view(models, batch * TARGETS, -1)
+    weights = {name: parameters[f"{name}.weight"].transpose(1, 2) for name in ("hidden", "scores")}
+    biases = {name: parameters[f"{name}.bias"].unsqueeze(1) for name in ("hidden", "scores")}
+    hidden = F.relu(torch.baddbmm(biases["hidden"], windows, weights["hidden"]))
+    scores = torch.baddbmm(biases["scores"], hidden, weights["scores"])
+    targets = text[:, :, CONTEXT:].long().reshape(-1)
+    each = F.cross_entropy(scores.view(-1, VOCABULARY), targets, reduction="none")
+    return each.view(models, -1).mean(1)
+
+
 def data() -> dict[str, dict[str, np.ndarray]]:
     """Pieces of N + T characters whose targets follow one another; every tenth is held out."""
     from pydoc_data.topics import topics
