@@ -28,7 +28,8 @@ class Perceptron(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         features = self.characters(ids)  # [B, N + T - 1, features]
         windows = torch.cat([features[:, i : i + TARGETS] for i in range(CONTEXT)], 2)
-        return self.scores(F.relu(self.hidden(windows)))
+        scores: Tensor = self.scores(F.relu(self.hidden(windows)))
+        return scores
 
 
 def model() -> nn.Module:

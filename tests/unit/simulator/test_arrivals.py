@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from boinc_project.plan import DataPlan
 from scripts.benchmarks.arrivals import Arrivals, replay
 from scripts.benchmarks.next_character import characters
 from scripts.benchmarks.staleness import FOLDER
 from work_generator.export import ExportedJob, export_job
 from work_generator.job import Job
-from work_generator.plan import DataPlan
 
 TRAIN = """
 [train]
