@@ -89,3 +89,14 @@ def test_a_host_that_the_server_refuted_is_named_with_what_was_accepted_from_it_
         connection.execute(gt_fingerprint.insert(), trail(2, 2, 7, "valid", 0.0))
     for text in (drawn(status.render(project.db)), drawn(commands.render(project.db, time.time()))):
         assert "refuted 0 s ago; accepted without a second copy before: wu1" in text
+
+
+def test_records_of_hosts_fit_a_terminal_and_only_remarks_that_there_are_need_a_column(project: TinyProject) -> None:
+    record = {"host_id": 7, "kind": "local-steps:0748e03b46fba76e", "valid": 1021, "good": 40.0, "alone": 12}
+    with project.db.transaction() as connection:
+        connection.execute(gt_trust.insert(), {**record, "judge_time": time.time()})
+    out = io.StringIO()
+    Console(file=out, width=80).print(commands.render(project.db, time.time()))
+    text = out.getvalue()
+    assert "remarks" not in text and "local-steps" in text and "0748e0" in text and "reliability" in text
+    assert max(map(len, text.splitlines())) <= 80 and all(line[-1:] in "┓┃┩│┘" for line in text.splitlines()[1:4])
