@@ -91,7 +91,7 @@ def _host_table(connection: Connection, now: float) -> Table:
     query = sa.select(gt_trust).order_by(gt_trust.c.failed_check.desc(), gt_trust.c.judge_time.desc()).limit(SHOWN)
     rows = [dict(each) for each in connection.execute(query).mappings()]
     remarks = [escape(refutation(connection, row)) for row in rows]
-    names = ["host", "kind", "valid", "differing", "faulty", "reliability", "alone", "judged"]
+    names = ["host", "kind", "valid", "differs", "faulty", "reliable", "alone", "judged"]
     found = table(*names, *(["remarks"] if any(remarks) else []), title="hosts")
     for row, remark in zip(rows, remarks, strict=True):
         cells = [
@@ -107,9 +107,9 @@ def _host_table(connection: Connection, now: float) -> Table:
 
 
 def kind_text(kind: str) -> str:
-    """A kind of work for people: its mode and the beginning of its graph's digest, which a table can wrap between."""
+    """A kind of work for people: its mode and the beginning of its graph's digest, in words that a table can wrap."""
     mode, _, digest = kind.partition(":")
-    return f"{mode} {digest[:DIGEST_SHOWN]}"
+    return f"{mode.replace('-', ' ')} {digest[:DIGEST_SHOWN]}"
 
 
 def _group_table(made: list[Finding]) -> Table:

@@ -95,7 +95,7 @@ def test_boinc_s_census_is_the_one_that_we_understand(project: LiveProject, clas
     """Its quantiles are those of the speeds that we take hosts to have."""
     program, script = CENSUS.split()
     done = subprocess.run(
-        [program, script], cwd=project.folder, env=project.daemon_environment, capture_output=True, text=True
+        [program, script], cwd=project.temporary_folder, env=project.daemon_environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     with project.db.read() as connection:
