@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,12 @@ class LiveProject:
         found = store.app_id(self.db, APP)
         assert found is not None, f"the app {APP!r} is not installed; run boinc-train install {self.folder}"
         return found
+
+    @property
+    def size_classes(self) -> int:
+        """How many size classes our app has."""
+        (row,) = self.rows(database.app, database.app.c.name == APP)
+        return int(row["n_size_classes"])
 
     @property
     def daemon_environment(self) -> dict[str, str]:
@@ -164,8 +170,9 @@ class Trained:
 
 
 @contextlib.contextmanager
-def trained_job(project: LiveProject, scratch: Path) -> Iterator[Trained]:
-    """Train the tiny job to its end with two scripted volunteers that run the published app; then remove it."""
+def trained_job(project: LiveProject, scratch: Path, changes: Sequence[tuple[str, str]] = ()) -> Iterator[Trained]:
+    """Train the tiny job, with these changes of its job.toml, to its end with two scripted volunteers that run the
+    published app; then remove it."""
     mark = f"livetest{secrets.token_hex(4)}"
     before = project.boinc_table_definitions()
     keys = {f"{mark}-{name}": secrets.token_hex(16) for name in ("ann", "ben")}
@@ -175,7 +182,11 @@ def trained_job(project: LiveProject, scratch: Path) -> Iterator[Trained]:
         source = scratch / "job"
         shutil.copytree(TINY_JOB, source)
         toml = source / "job.toml"
-        toml.write_text(toml.read_text().replace('name = "tiny"', f'name = "{mark}"'))
+        text = toml.read_text()
+        for old, new in (('name = "tiny"', f'name = "{mark}"'), *changes):
+            assert old in text
+            text = text.replace(old, new)
+        toml.write_text(text)
         command("job", "create", str(toml), "--project", str(project.folder))
         with _volunteers(project, scratch, keys):
             wait_for(lambda: _finished(trained), "the job to be finished")

@@ -182,14 +182,19 @@ class PrivateJob(TinyProject):
 
 
 @contextlib.contextmanager
-def private_job(live: LiveProject, scratch: Path, *, slots: int = 2, workunit: str = "") -> Iterator[PrivateJob]:
-    """Publish the tiny job with so many microtasks a version and these lines in [workunit]; removed afterwards."""
+def private_job(
+    live: LiveProject, scratch: Path, *, slots: int = 2, workunit: str = "", speeds: Sequence[float] = ()
+) -> Iterator[PrivateJob]:
+    """Publish the tiny job with so many microtasks a version, these lines in [workunit] and these speed_classes (the
+    app then has as many size classes, of which no other program of BOINC's looks); removed afterwards."""
     mark = f"livetest{secrets.token_hex(4)}"
     team, users = add_users(live.db, mark, {f"{mark}-{name}": secrets.token_hex(16) for name in "abcd"})
     made = Trained(live, mark, users, team, {})
-    appid, versions = _add_app(live.db, mark)
+    appid, versions = _add_app(live.db, mark, len(speeds))
+    train = f"batches_per_microtask = 4\nspeed_classes = {list(speeds)}" if speeds else "batches_per_microtask = 3"
     try:
-        job_id = publish_job(live.tree, live.db, *_exported(scratch, mark, slots, workunit), mark, lambda text: None)
+        exported = _exported(scratch, mark, slots, workunit, train)
+        job_id = publish_job(live.tree, live.db, *exported, mark, lambda text: None)
         with PrivateJob(live, made, appid, job_id, versions) as job:
             yield job
     finally:
@@ -200,13 +205,14 @@ def private_job(live: LiveProject, scratch: Path, *, slots: int = 2, workunit: s
             connection.execute(sa.delete(gt_heartbeat).where(gt_heartbeat.c.daemon.contains(mark)))
 
 
-def _exported(scratch: Path, mark: str, slots: int, workunit: str) -> tuple[Job, Any]:
+def _exported(scratch: Path, mark: str, slots: int, workunit: str, train: str) -> tuple[Job, Any]:
     source = scratch / mark
     shutil.copytree(TINY_JOB, source)
     text = (source / "job.toml").read_text()
     for old, new in (
         ('name = "tiny"', f'name = "{mark}"'),
         ("microtasks_per_version = 2", f"microtasks_per_version = {slots}"),
+        ("batches_per_microtask = 3", train),
         ("[workunit]\nmin_quorum = 2", f"[workunit]\n{workunit or 'min_quorum = 2'}"),
     ):
         assert old in text
@@ -216,11 +222,13 @@ def _exported(scratch: Path, mark: str, slots: int, workunit: str) -> tuple[Job,
     return job, export_job(job)
 
 
-def _add_app(db: Database, name: str) -> tuple[int, list[int]]:
+def _add_app(db: Database, name: str, classes: int) -> tuple[int, list[int]]:
     now = int(time.time())
     with db.transaction() as connection:
         platform = connection.scalar(sa.select(sa.func.min(database.platform.c.id)))
-        row = database.new_row(database.app, name=name, user_friendly_name=name, create_time=now, deprecated=1)
+        row = database.new_row(
+            database.app, name=name, user_friendly_name=name, create_time=now, deprecated=1, n_size_classes=classes
+        )
         appid = _inserted(connection, database.app, row)
         versions = [
             _inserted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from boinc_project.gt_tables import (
     gt_round,
     gt_version,
 )
+from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import download_advice
@@ -152,6 +154,8 @@ def show(name: str, project_dir: Path | None) -> None:
         f" quorum {found.config.workunit.min_quorum}, {found.facts.step_flops / 1e9:.3g} GFLOP per step,"
         f" {found.facts.memory_bytes / 1e6:.0f} MB of memory, results up to {found.facts.max_update_bytes / 1e6:.2f} MB"
     )
+    if trusts := trust_text(found.config.trust):
+        console.print(f"trust: {trusts}", highlight=False)
     newest = table("version", "loss", "held-out", "contributions", "samples", "made")
     for row in versions[-20:]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))
@@ -321,6 +325,16 @@ def write_weights(found: JobRow, row: Mapping[str, Any], path: Path) -> None:
         whole_file.write_bytes(path, save(state_dict, metadata))
     except OSError as error:
         raise Mistake(f"{path} cannot be written ({error.strerror}); choose another --output") from error
+
+
+def trust_text(section: TrustSection) -> str:
+    """What [trust] asks for beyond agreement, on one line; '' where it asks for nothing."""
+    given = [
+        f"{each.name} = {str(value).lower()}"
+        for each in fields(section)
+        if (value := getattr(section, each.name)) != each.default
+    ]
+    return ", ".join(given)
 
 
 def read_state(found: JobRow, version: int, digest: str) -> dict[str, Any]:

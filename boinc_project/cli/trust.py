@@ -24,6 +24,7 @@ from validator.drift import Finding, findings
 from validator.records import blocked_groups, judged_pairs
 
 SHOWN = 30
+DIGEST_SHOWN = 6
 SORTS = ("host", "user", "version", "class", "device", "driver", "cpu")
 
 
@@ -87,20 +88,28 @@ def render(database: Database, now: float) -> Group:
 
 
 def _host_table(connection: Connection, now: float) -> Table:
-    names = ("host", "kind", "valid", "differing", "faulty", "reliability", "alone", "last verdict", "remarks")
-    found = table(*names, title="hosts")
     query = sa.select(gt_trust).order_by(gt_trust.c.failed_check.desc(), gt_trust.c.judge_time.desc()).limit(SHOWN)
-    for row in (dict(each) for each in connection.execute(query).mappings()):
-        found.add_row(
+    rows = [dict(each) for each in connection.execute(query).mappings()]
+    remarks = [escape(refutation(connection, row)) for row in rows]
+    names = ["host", "kind", "valid", "differs", "faulty", "reliable", "alone", "judged"]
+    found = table(*names, *(["remarks"] if any(remarks) else []), title="hosts")
+    for row, remark in zip(rows, remarks, strict=True):
+        cells = [
             str(row["host_id"]),
-            escape(str(row["kind"])),
+            escape(kind_text(str(row["kind"]))),
             *(str(row[name]) for name in ("valid", "differing", "faulty")),
             f"{reliability(row, now):.2f}" + (" (trusted)" if is_trusted(row, now) else ""),
             str(row["alone"]),
             ago(float(row["judge_time"])),
-            escape(refutation(connection, row)),
-        )
+        ]
+        found.add_row(*cells, *([remark] if any(remarks) else []))
     return found
+
+
+def kind_text(kind: str) -> str:
+    """A kind of work for people: its mode and the beginning of its graph's digest, in words that a table can wrap."""
+    mode, _, digest = kind.partition(":")
+    return f"{mode.replace('-', ' ')} {digest[:DIGEST_SHOWN]}"
 
 
 def _group_table(made: list[Finding]) -> Table:

@@ -12,7 +12,7 @@ from boinc_project import size_classes, store
 from boinc_project.database import app
 from boinc_project.gt_tables import JobState
 from boinc_project.standard import schema, size_steps
-from boinc_project.standard.findings import Finding, Patient, error, warning
+from boinc_project.standard.findings import Finding, Patient, error, note, warning
 from boinc_project.store import JobRow
 
 OLD_CENSUS_S = 2 * 86400.0
@@ -46,9 +46,9 @@ def _app(patient: Patient, connection: Connection, name: str, classes: int, jobs
                 install if patient.standard else f"set n_size_classes of {name} to {len(job.config.class_steps)}",
             )
     if not jobs and patient.standard:
-        yield warning(
-            f"n_size_classes of {name} is {classes}, but no job has speed_classes, so our workunits have no size",
-            f"set n_size_classes to 0 in the row of app {name}: the scheduler ranks hosts by sizes that mean nothing",
+        yield note(
+            f"{name} has {classes} size classes, and no job with speed_classes uses them",
+            f"create one, or set n_size_classes to 0 in the row of app {name} if you want none any more",
         )
     path = size_classes.census_path(patient.folder, name)
     census = size_classes.read_census(path, max(classes, 2))

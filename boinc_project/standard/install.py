@@ -363,6 +363,7 @@ def describe(change: Change) -> str:
         return "" if change.piece.wraps else f"{change.path}: take out {_about(change.piece)}"
     return {
         "create": f"{change.path}: remove, if nobody else has written in it",
+        "census": f"{change.path}: remove",
         "link": f"{change.path}: " + (f"link to {change.before} again" if change.before else "remove the link"),
         "app": f"database: remove the app {change.path}, or deprecate it where there is work of it",
         "classes": f"database: n_size_classes of the app {change.path} is {change.before or 0} again",
@@ -410,6 +411,8 @@ def _undo(project: Standard, change: Change, moment: str) -> str:
             path.unlink()
         elif path.exists():
             return f"{path}: it was changed since"
+    elif change.kind == "census":  # by now size_census.php has written it anew
+        path.unlink(missing_ok=True)
     elif change.kind == "link":
         if path.is_symlink() and os.readlink(path) == change.content:
             if change.before:

@@ -30,7 +30,8 @@ class InstallError(ValueError):
 class Change:
     """One change that can be undone.
 
-    kind    edit (a Piece put into a file), create (a file), link (in bin/), app (the row), tables (ours)
+    kind    edit (a Piece put into a file), create (a file), census (one that BOINC writes anew), link (in bin/),
+            app (the row), classes (its n_size_classes), tables (ours)
     app     the app it was made for; '' where all our apps share it
     path    relative to the project; for `app` the app's name
     before  link: its earlier target; app: `deprecated` as it was, or '' where we made the row

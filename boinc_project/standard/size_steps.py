@@ -31,7 +31,7 @@ def _census_and_row(there: Snapshot, wanted: Wanted) -> Iterator[Step]:
     census = f"size_census_{wanted.app}"
     if len((there.files[census] or b"").split()) < wanted.size_classes - 1:
         content = f"{0:e}\n" * (wanted.size_classes - 1)
-        change = Change(kind="create", path=census, app=wanted.app, content=content)
+        change = Change(kind="census", path=census, app=wanted.app, content=content)
         title = f"{census}: create, with all hosts in the fastest class until size_census.php has counted them"
         yield Step(title=title, changes=(change,), after=content.encode())
     row = there.app_row

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from boinc_project import database
 from boinc_project.cli.main import main
-from boinc_project.gt_tables import FileState, MicrotaskState, gt_file, gt_ledger, gt_microtask
+from boinc_project.gt_tables import FileState, MicrotaskState, gt_file, gt_fingerprint, gt_ledger, gt_microtask
 from boinc_project.states import AssimilateState, ErrorMask, FileDeleteState, Outcome, ServerState, ValidateState
 from tests.live_project import LiveProject, wait_for
 from tests.private_job import PATIENCE_S, VERSION_NUMBERS, PrivateJob, private_job
@@ -115,10 +115,16 @@ def test_a_verdict_that_is_written_late_undoes_no_assimilation_and_nothing_is_ap
     assert job.unit(unit)["assimilate_state"] == AssimilateState.DONE
 
 
-@pytest.mark.parametrize("noticed_by", ["the transitioner", "the validator"])
-def test_a_copy_that_comes_after_the_deadline_is_too_late_and_nobody_is_blamed_for_files_that_boinc_deleted(
-    job: PrivateJob, noticed_by: str
+@pytest.mark.parametrize(
+    ("noticed_by", "fingerprint_kept"),
+    [("the transitioner", True), ("the validator", True), ("the validator", False)],
+    ids=["the transitioner", "the validator", "the validator without a fingerprint"],
+)
+def test_nobody_is_blamed_for_files_that_boinc_deleted_before_a_copy_came_that_was_over_its_deadline(
+    job: PrivateJob, noticed_by: str, fingerprint_kept: bool
 ) -> None:
+    """The transitioner marks it as too late; a validator that is faster compares it with the canonical fingerprint,
+    without which it is too late as well."""
     ((first, second),) = job.take(1)
     unit = int(first["workunitid"])
     third = job.one_more_copy(unit)
@@ -137,12 +143,20 @@ def test_a_copy_that_comes_after_the_deadline_is_too_late_and_nobody_is_blamed_f
     if noticed_by == "the validator":  # it sees the copy before the transitioner can say that it came too late
         job.change(database.result, job.unit(unit)["canonical_resultid"], file_delete_state=int(FileDeleteState.INIT))
         job.change(database.workunit, unit, need_validate=1)
+    if not fingerprint_kept:
+        with job.db.transaction() as connection:
+            kept = gt_fingerprint.c.workunit_name == job.unit(unit)["name"]
+            assert connection.execute(sa.delete(gt_fingerprint).where(kept)).rowcount
     job.answer(third)
     job.wait_for_transitioner()
     job.validator().one_pass()
     (late,) = job.rows(database.result, id=third["id"])
-    assert state_of(late) == (ServerState.OVER, Outcome.SUCCESS, ValidateState.TOO_LATE)
-    assert job.rows(database.host_app_version, host_id=third["hostid"], app_version_id=job.versions[0]) == [version]
+    if noticed_by == "the validator" and fingerprint_kept:
+        assert state_of(late) == VALID
+        assert late["granted_credit"] == job.unit(unit)["canonical_credit"]
+    else:
+        assert state_of(late) == (ServerState.OVER, Outcome.SUCCESS, ValidateState.TOO_LATE)
+        assert job.rows(database.host_app_version, host_id=third["hostid"], app_version_id=job.versions[0]) == [version]
     assert job.unit(unit)["need_validate"] == 0
     assert job.unit(unit)["assimilate_state"] == AssimilateState.DONE
 

@@ -16,9 +16,9 @@ VERSIONS, SLOTS = 4, 2
 
 
 def valid(trained: Trained) -> list[dict[str, object]]:
-    """Valid results of our two users; other volunteers of the project may have taken some of the tasks."""
-    states = [each for each in trained.results() if each["validate_state"] == ValidateState.VALID]
-    return [each for each in states if each["userid"] in trained.users]
+    """Valid results of our two users: other volunteers may have taken tasks of this job, and ours those of others."""
+    ours = database.result.c.userid.in_(trained.users)
+    return trained.project.rows(database.result, ours, database.result.c.validate_state == int(ValidateState.VALID))
 
 
 def test_the_job_reaches_its_last_version(trained: Trained) -> None:

@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from boinc_project import store
+from boinc_project.cli.jobs import trust_text
 from boinc_project.cli.main import main
 from boinc_project.gt_tables import JobState
+from boinc_project.job_config import TrustSection
 from tests.tiny_project import TINY_JOB, TinyProject, tiny_project
 
 NOTE = "learning stopped: start a new job from these weights ([model] pretrained) at a lower rate"
@@ -60,3 +62,17 @@ def test_a_job_s_note_is_shown_whole(project: TinyProject, command: list[str]) -
     assert "…" not in text and max(len(line) for line in text.splitlines()) <= 80
     words = [word for line in text.splitlines() for word in line.strip("│ ").rpartition("│")[2].split()]
     assert " ".join(NOTE.split()) in " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        (TrustSection(), ""),
+        (
+            TrustSection(adaptive_replication=True, spot_check_share=0.4),
+            "adaptive_replication = true, spot_check_share = 0.4",
+        ),
+    ],
+)
+def test_what_a_job_asks_for_beyond_agreement_is_one_line(section: TrustSection, text: str) -> None:
+    assert trust_text(section) == text

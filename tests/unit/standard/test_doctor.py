@@ -311,7 +311,6 @@ WARNINGS: dict[str, tuple[Callable[[Standard], None], str]] = {
     "still overwritable": (lambda p: p.option("fuh_set_completed_permission", "0664"), "0444"),
     "quota": (lambda p: p.edit("            500", "            3"), "<daily_result_quota> is 3"),
     "host": (lambda p: p.option("host", "elsewhere"), "<host> of config.xml is elsewhere"),
-    "size classes": (lambda p: sized(p), "n_size_classes of gradient is 3, but no job has speed_classes"),
     "adaptive": (lambda p: p.change(database.app, target_nresults=2), "adaptive replication"),
     "hr": (lambda p: p.change(database.app, homogeneous_redundancy=1), "homogeneous redundancy"),
     "private key": (lambda p: (p.folder / "keys" / "upload_private").chmod(0o644), "everybody on this machine"),
@@ -336,6 +335,13 @@ def test_what_makes_work_worse_is_a_warning_and_no_error(
     found = doctor(project.folder)
     assert [line for line in findings(found, "warning") if text in line], found.output
     assert found.exit_code == 0
+
+
+def test_size_classes_that_no_job_uses_are_a_note_since_they_are_installed_before_the_job(project: Standard) -> None:
+    sized(project)
+    found = doctor(project.folder)
+    (line,) = [each for each in findings(found, "note") if "size classes" in each]
+    assert "no job with speed_classes uses them: create one" in line
 
 
 def test_daemons_of_another_machine_are_not_looked_for_here(project: Standard) -> None:

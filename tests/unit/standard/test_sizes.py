@@ -79,9 +79,14 @@ def test_the_census_is_there_before_the_classes_or_the_feeder_would_end(project:
     assert kinds == ["size_census_gradient", "gradient", "config.xml", "config.xml", "config.xml"]
 
 
-def test_uninstalling_takes_it_out_again(project: Project) -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_uninstalling_takes_it_out_again_also_when_boinc_has_counted_hosts_since(
+    project: Project, counted: bool
+) -> None:
     before = fingerprint(project.folder), contents(project.db)
     project.run("install", *SIZES)
+    if counted:
+        (project.folder / "size_census_gradient").write_text("3.317408e+09\n3.468828e+09\n")
     project.run("uninstall", "--drop-tables", "--yes")
     assert (fingerprint(project.folder), contents(project.db)) == before
 
