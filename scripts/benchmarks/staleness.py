@@ -35,7 +35,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ RATES = FOLDER / "rates.json"
 TUNING_SEED, TUNING_LAG = 1000, 10
 TUNING_MARGIN = 1.15  # of the best loss, beyond which rates are given up in the second half of a run
 GRID: Mapping[str, Sequence[float]] = {
-    "inner": (0.2, 0.3), "outer": (0.06, 0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.6),
+    "inner": (0.2, 0.3), "outer": (0.06, 0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.6, 0.8),
 }  # fmt: skip
 
 SYNCHRONOUS = "synchronous"
@@ -131,6 +131,16 @@ class Outcome:
         return next((hours for hours, loss in self.curve if loss <= target), None)
 
 
+@dataclass(frozen=True)
+class Seed:
+    """What came of a seed. half: the synchronous run's final loss with half of the samples. apart: by how much the
+    default's final loss differs, relatively, between simulation and replay."""
+
+    outcomes: dict[tuple[str, int], Outcome]
+    half: float
+    apart: list[float] = field(default_factory=list)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=11, help="hosts (default 11)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
@@ -151,6 +161,20 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         if options.tune is not None:
             return bench.tune(options.tune or list(POLICIES))
         return bench.compare()
+
+
+def told(seeds: Sequence[Seed], target: float) -> dict[str, float]:
+    """Print and draw what came of all seeds; the metrics."""
+    outcomes = {key: [seed.outcomes[key] for seed in seeds] for key in seeds[0].outcomes}
+    print("\nall seeds")
+    for (name, lag), runs in outcomes.items():
+        print(_line(name, lag, runs, target))
+    print(f"synchronous, half: {[round(seed.half, 4) for seed in seeds]}")
+    apart = max(each for seed in seeds for each in seed.apart)
+    print(f"replay of the default against its simulation: final losses at most {apart:.2g} apart, relatively")
+    _draw(outcomes, plot_path("staleness"))
+    print(f"plot: {plot_path('staleness')}; goal: default_loss_ratio_lag10 {GOAL}")
+    return _figures(outcomes) | {"synchronous_half_loss": statistics.median(seed.half for seed in seeds)}
 
 
 class _Bench:
@@ -232,33 +256,26 @@ class _Bench:
         return [Outcome(arrivals.lag, curve) for curve in curves]
 
     def compare(self) -> dict[str, float]:
+        stored = _stored()
+        print(f"rates: { ({name: stored[name] for name in POLICIES}) }", flush=True)
+        return told([self.one(seed) for seed in range(self._options.seeds)], self._options.target)
+
+    def one(self, seed: int) -> Seed:
+        """All runs of a seed."""
         options, stored = self._options, _stored()
-        print(f"rates: { ({name: stored[name] for name in POLICIES}) }")
-        outcomes: dict[tuple[str, int], list[Outcome]] = {}
-        half: list[float] = []
-        apart = 0.0
-        for seed in range(options.seeds):
-            reference, trace = self._simulated(SYNCHRONOUS, 0, stored[SYNCHRONOUS], seed)
-            outcomes.setdefault((SYNCHRONOUS, 0), []).append(reference)
-            print(_line(SYNCHRONOUS, 0, [reference], options.target), flush=True)
-            half.append(self._half(trace, stored[SYNCHRONOUS], seed))
-            for lag in options.lags:
-                whole, arrivals = self._simulated(DEFAULT, lag, stored[DEFAULT], seed)
-                others = [name for name in POLICIES if name != SYNCHRONOUS]
-                configs = [self._config(name, lag, stored[name], seed) for name in others]
-                found = dict(zip(others, self._replayed(arrivals, configs), strict=True))
-                apart = max(apart, abs(found[DEFAULT].final / whole.final - 1))
-                for name, outcome in {**found, DEFAULT: whole}.items():
-                    outcomes.setdefault((name, lag), []).append(outcome)
-                    print(f"seed {seed}: {_line(name, lag, [outcome], options.target)}", flush=True)
-        print("\nall seeds")
-        for (name, lag), runs in outcomes.items():
-            print(_line(name, lag, runs, options.target))
-        print(f"synchronous, half: {[round(each, 4) for each in half]}")
-        print(f"replay of the default against its simulation: final losses at most {apart:.2g} apart, relatively")
-        _draw(outcomes, plot_path("staleness"))
-        print(f"plot: {plot_path('staleness')}; goal: default_loss_ratio_lag10 {GOAL}")
-        return _figures(outcomes) | {"synchronous_half_loss": statistics.median(half)}
+        reference, trace = self._simulated(SYNCHRONOUS, 0, stored[SYNCHRONOUS], seed)
+        print(f"seed {seed}: {_line(SYNCHRONOUS, 0, [reference], options.target)}", flush=True)
+        made = Seed({(SYNCHRONOUS, 0): reference}, self._half(trace, stored[SYNCHRONOUS], seed))
+        for lag in options.lags:
+            whole, arrivals = self._simulated(DEFAULT, lag, stored[DEFAULT], seed)
+            names = [name for name in POLICIES if name != SYNCHRONOUS]
+            configs = [self._config(name, lag, stored[name], seed) for name in names]
+            found = dict(zip(names, self._replayed(arrivals, configs), strict=True))
+            made.apart.append(abs(found[DEFAULT].final / whole.final - 1))
+            for name, outcome in {**found, DEFAULT: whole}.items():
+                made.outcomes[name, lag] = outcome
+                print(f"seed {seed}: {_line(name, lag, [outcome], options.target)}", flush=True)
+        return made
 
     def _half(self, trace: Arrivals, rates: Rates, seed: int) -> float:
         """Final loss of the synchronous run with half of the rounds, scheduled for these."""
