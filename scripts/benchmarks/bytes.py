@@ -82,18 +82,6 @@ keyframe_every = {keyframes}
 """
 
 
-@dataclass(frozen=True)
-class Theirs:
-    """DDP: (step, held-out loss) from time to time, and the bytes that all workers have sent by a step."""
-
-    curve: tuple[tuple[int, float], ...]
-    bytes_per_step: float
-
-    @property
-    def final(self) -> float:
-        return self.curve[-1][1]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
     parser.add_argument("--local-steps", type=int, default=36, help="H (default 36)")
@@ -185,40 +173,6 @@ def _run(job: Job, exported: ExportedJob, quorum: int, seed: int, computer: Comp
     if report.last.version != job.config.train.max_versions:
         raise BenchmarkFailed(f"a run ended at version {report.last.version}: {report.note}")
     return report, plan
-
-
-def ddp(job: Job, exported: ExportedJob, plan: DataPlan) -> Theirs:
-    """Plain PyTorch on the same batches: one step of AdamW over the gradient of the workers' batches together."""
-    import torch
-
-    config, model = job.config, job.model
-    inner = config.inner_optimizer
-    assert inner is not None
-    names = exported.state_dict
-    start = {n: torch.from_numpy(exported.state[s].copy()) for n, s in names.items() if s in exported.state}
-    model.load_state_dict(start, strict=False)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=inner.lr, eps=inner.eps, weight_decay=inner.weight_decay)
-    train, test = (job.data[each]["text"] for each in ("train", "test"))
-    steps, every = config.train.local_steps, config.train.evaluate_every * config.train.local_steps
-    starts = np.concatenate([[0], np.cumsum(plan.rows)])
-    curve = []
-    for step in range(config.train.max_versions * steps):
-        version, inside = divmod(step, steps)
-        drawn = [plan.samples_of((version * HOSTS + slot) * steps + inside) for slot in range(HOSTS)]
-        rows = np.concatenate([starts[shards] + inner_rows for shards, inner_rows in drawn])
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate(version)
-        optimizer.zero_grad()
-        job.loss(model, {"text": train[torch.from_numpy(rows)]}).mean().backward()
-        torch.nn.utils.clip_grad_norm_(parameters, inner.max_norm)
-        optimizer.step()
-        if (step + 1) % every == 0 or step + 1 == config.train.max_versions * steps:
-            with torch.no_grad():
-                losses = [job.loss(model, {"text": test[i : i + 128]}) for i in range(0, len(test), 128)]
-            curve.append((step + 1, float(torch.cat(losses).mean())))
-    count = sum(p.numel() for p in parameters)
-    return Theirs(tuple(curve), HOSTS * 2 * (HOSTS - 1) / HOSTS * 4 * count)
 
 
 def _draw(options: argparse.Namespace, curves: Sequence[tuple[Theirs, Report, Report]], path: Path) -> None:
