@@ -1,6 +1,7 @@
 """The assimilator daemon: takes validated gradients in and turns complete rounds into model versions.
 
-    main -> run_passes -> one_pass -> intake (workunits in batches) -> apply (each job) -> evaluate (in the background)
+    main -> run_passes -> one_pass -> intake (workunits in batches) -> apply (each job) -> evaluate, anchors
+                         (in the background)
 
 Intake is sharded by workunit (`--mod`), applying by job. Follows sched/assimilator.cpp, except that it is
 idempotent: handling a workunit twice changes nothing.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from sqlalchemy.exc import DBAPIError
 
 from assimilator import intake
+from assimilator.anchors import Anchors
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from assimilator.intake import Case, Outcome
@@ -52,6 +54,7 @@ class Assimilator:
     stopper: Stopper
     applier: Applier
     evaluator: Evaluator
+    anchors: Anchors
     patience: Patience = field(default_factory=Patience)
 
     def one_pass(self) -> bool:
@@ -62,9 +65,9 @@ class Assimilator:
                 worked |= self._advance()
         return worked
 
-    def finish_evaluation(self) -> None:
-        """Wait for the evaluation under way and those due after it: one pass handles all that is there."""
-        while self.evaluator.busy:
+    def finish_computing(self) -> None:
+        """Wait for the evaluation and the anchor under way and those due after them: one pass handles all there is."""
+        while self.evaluator.busy or self.anchors.busy:
             time.sleep(0.05)
             self.one_pass()
 
@@ -148,6 +151,7 @@ class Assimilator:
             self.stopper.check()
             if job.state != JobState.FINISHED:
                 worked |= self.applier.advance(job)
+        worked |= self.anchors.poll(mine)
         return self.evaluator.poll(mine) or worked
 
 
@@ -167,21 +171,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return started
     return_freed_memory()
     evaluator = Evaluator(started.database)
+    anchors = Anchors(started.database)
     applier = Applier(started.database, started.tree)
     assimilator = Assimilator(
-        started.options, started.tree, started.database, started.appid, started.stopper, applier, evaluator
+        started.options, started.tree, started.database, started.appid, started.stopper, applier, evaluator, anchors
     )
 
     def one_pass() -> bool:
         worked = assimilator.one_pass()
         if started.options.one_pass:
-            assimilator.finish_evaluation()
+            assimilator.finish_computing()
         return worked
 
     try:
         return run(started, "assimilator", one_pass, folders_of_jobs(started.tree.project_dir))
     finally:
         evaluator.stop()
+        anchors.stop()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ With x_i the mean gradient of contribution i, or its delta; n_i its samples by w
                      where contributions are about parts of the values, each value's mean is over those about it
     any other rule   g = rule of the rows s_i x_i with weights n_i (assimilator/rules/)
 
-Buffers (running statistics of batch norm) are averaged by n_i s_i and never given an optimizer step; under a robust
-rule they are the coordinate median. Integer buffers (counters) take the largest value.
+Buffers (running statistics of batch norm), and the inner optimizer's state where it is shipped, are averaged by n_i s_i
+and never given an optimizer step; under a robust rule they are the coordinate median. Integer buffers (counters) take
+the largest value.
 
 Memory: the mean takes one float64 sum of the model, and the files of two contributions: the one that is decoded, in
 small pieces, and the next one, which a thread reads meanwhile. A robust rule needs the files of all of them.
@@ -24,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from assimilator.contributions import (
+    CARRIED,
     Contribution,
     NothingToFold,
     WeightedSum,
-    float_buffers_in,
+    averaged_in,
     in_order,
     loaded,
     parameters_in,
@@ -40,7 +42,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Folded:
-    """gradient: float32 by parameter name; buffers by name; samples of all contributions together."""
+    """gradient: float32 by parameter name; buffers (and the inner optimizer's state) by their names in a state; samples
+    of all contributions together."""
 
     gradient: dict[str, Array]
     buffers: dict[str, Array]
@@ -86,8 +89,8 @@ class MeanBuffers:
         self._counters: dict[str, Array] = {}
 
     def add(self, update: OpenUpdate, weight: float) -> None:
-        for name in float_buffers_in(update):
-            self._averages.add(name[len("buffer/") :], update, name, weight)
+        for name in averaged_in(update):
+            self._averages.add(name, update, name, weight)
         keep_largest(self._counters, update)
 
     def take(self) -> dict[str, Array]:
@@ -97,11 +100,11 @@ class MeanBuffers:
 
 def keep_largest(counters: dict[str, Array], update: OpenUpdate) -> None:
     """Integer buffers of an update into the largest values so far."""
-    averaged = set(float_buffers_in(update))
+    averaged = set(averaged_in(update))
     for name in update.types:
-        if name.startswith("buffer/") and name not in averaged:
-            key, array = name[len("buffer/") :], update.plain(name)
-            counters[key] = np.maximum(counters[key], array) if key in counters else np.array(array)
+        if name.startswith(CARRIED) and name not in averaged:
+            array = update.plain(name)
+            counters[name] = np.maximum(counters[name], array) if name in counters else np.array(array)
 
 
 def _by_rule(
@@ -122,7 +125,7 @@ def _by_rule(
     counters: dict[str, Array] = {}
     for update in updates:
         keep_largest(counters, update)
-    floats = {name[len("buffer/") :]: name for name in float_buffers_in(updates[0])}
+    floats = {name: name for name in averaged_in(updates[0])}
     ones = [1.0] * len(updates)
     middle = aggregate(Median(), FileRows(updates, list(floats.values()), ones, weights)) if floats else np.empty(0)
     buffers = {**_apart(middle, updates[0], floats), **counters}

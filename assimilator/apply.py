@@ -11,6 +11,7 @@ same bytes in the same order, so it gives the same version, under the same file 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -26,7 +27,7 @@ import sqlalchemy as sa
 from assimilator.contributions import Contribution, NothingToFold
 from assimilator.downlink import as_published, with_own_weights
 from assimilator.intake import open_payload
-from assimilator.policies import NewVersion, Round, age_weight, policy_of
+from assimilator.policies import Anchor, NewVersion, Round, age_weight, policy_of
 from boinc_project import clock, store
 from boinc_project.contract import tensorfile
 from boinc_project.contract.downlink import DELTA_METADATA
@@ -43,6 +44,7 @@ from boinc_project.gt_tables import (
     gt_microtask,
     gt_version,
 )
+from boinc_project.inner_state import bounded
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import Published, delta_file_name, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
@@ -92,6 +94,12 @@ def flow_to_commit(
     return sorted(chosen, key=lambda row: (row["base_version"], row["slot"])), late
 
 
+def anchor_to_use(config: JobConfig, version: int, newest: int) -> int:
+    """The version whose anchor corrects the step from `version`, given the newest that is there; -1: none."""
+    fits = config.train.policy == "anchored" and 0 <= version - newest <= config.aggregation.anchor_max_age
+    return newest if fits and newest >= 0 else -1
+
+
 def host_weights(connection: sa.Connection, config: JobConfig, entries: Sequence[Row]) -> list[float]:
     """Weight of each of these gradients by the reliability of its host; 1 unless the job asks for it."""
     if not config.aggregation.host_weights or not entries:
@@ -115,6 +123,8 @@ def compute(config: JobConfig, round: Round) -> NewVersion:
     except NothingToFold as error:
         log.warning("[JOB %s] version %d makes no step: %s", config.job.name, round.version + 1, error)
         made = NewVersion(*own.load(), samples=0)
+    if config.ships_state and config.inner_optimizer is not None:
+        made = dataclasses.replace(made, state=bounded(made.state, config.inner_optimizer))
     _check_finite(round, made)
     published = as_published(config, round, made)
     if published.delta is not None:
@@ -166,13 +176,21 @@ def read_round(
     }
     folder = job.folder
 
+    anchor_row = store.round_anchor(connection, job.id, version + 1)
+    anchor = None if anchor_row is None else _anchor(job, anchor_row)
+
     def load_state(which: int) -> Tensors:
         return folder.read_state(which, digests[which][0])
 
     def load() -> tuple[dict[str, Array], dict[str, Array]]:
         return folder.read_state(version, digests[version][0]), folder.read_optimizer(version, digests[version][1])
 
-    return chosen, Round(version, contributions, load, load_state, lambda: folder.gradient_graph)
+    return chosen, Round(version, contributions, load, load_state, lambda: folder.gradient_graph, anchor)
+
+
+def _anchor(job: JobRow, row: Row) -> Anchor:
+    version, digest = int(row["version"]), str(row["anchor_sha256"])
+    return Anchor(version, lambda: job.folder.read_anchor(version, digest))
 
 
 def _payload_loader(job: JobRow, entry: Row, task: Row) -> Callable[[], OpenUpdate]:
@@ -224,6 +242,9 @@ class Applier:
         for base_version, path in job.folder.payload_files():
             if base_version < oldest:
                 path.unlink(missing_ok=True)
+        for version, path in job.folder.anchor_files():  # as long as a round that it corrected can be replayed
+            if version < oldest - job.config.aggregation.anchor_max_age:
+                path.unlink(missing_ok=True)
 
     def _commit(self, job: JobRow, version: int) -> list[Member] | None:
         with self._database.read() as connection:
@@ -250,7 +271,8 @@ class Applier:
                 for row, weight in zip(rows, weights, strict=True)
             ]
             store.set_disposition(connection, [str(row["workunit_name"]) for row in late], Disposition.TOO_OLD)
-            store.commit_round(connection, job.id, version + 1, members, clock.now())
+            anchor = anchor_to_use(job.config, version, store.newest_anchor(connection, job))
+            store.commit_round(connection, job.id, version + 1, members, clock.now(), anchor)
         return members
 
     def _complete(self, connection: sa.Connection, job: JobRow, version: int) -> tuple[list[Row] | None, list[Row]]:

@@ -28,6 +28,7 @@ class Contribution:
     part                which part of the model it is about, where contributions are about parts
     weight              validation x reliability of the host: a mean is divided by the sum of these
     age_weight          factor for its age, by which a mean is not divided: late contributions make a smaller step
+    equal               it counts as much as any other, whatever it has seen
     load                reads the file when it is needed; called from another thread, one after the other
     """
 
@@ -39,11 +40,12 @@ class Contribution:
     part: int = 0
     weight: float = 1.0
     age_weight: float = 1.0
+    equal: bool = False
 
     @property
     def share(self) -> float:
-        """Samples by weight."""
-        return self.samples * self.weight
+        """What it counts beside others: its samples by its weight."""
+        return (min(self.samples, 1) if self.equal else self.samples) * self.weight
 
 
 def in_order(contributions: Sequence[Contribution]) -> list[Contribution]:
@@ -68,9 +70,13 @@ def parameters_in(update: OpenUpdate) -> dict[str, str]:
     return {name.partition("/")[2]: name for name in names if update.carries(name)}
 
 
-def float_buffers_in(update: OpenUpdate) -> list[str]:
-    """Names in the update of the buffers that are averaged; of the others the largest value is kept."""
-    return [name for name, kind in update.types.items() if name.startswith("buffer/") and kind.dtype == "float32"]
+#: Buffers, and the inner optimizer's state where that is shipped: averaged, and never given an optimizer step.
+CARRIED = ("buffer/", "optimizer/")
+
+
+def averaged_in(update: OpenUpdate) -> list[str]:
+    """Names in the update of what is averaged; of integer buffers the largest value is kept."""
+    return [name for name, kind in update.types.items() if name.startswith(CARRIED) and kind.dtype == "float32"]
 
 
 class WeightedSum:

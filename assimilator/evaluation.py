@@ -1,4 +1,4 @@
-"""Held-out evaluation of published versions, in a process of its own so that no round waits for it.
+"""Held-out evaluation of published versions, in the background so that no round waits for it.
 
 The held-out data never leave the server. One evaluation runs at a time; if versions come faster than they
 can be evaluated, the newest one due is next and older ones are left out.
@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import sqlalchemy as sa
 
 from boinc_project import local_run, store
-from boinc_project.contract.errors import ContractError
+from boinc_project.background_runs import BackgroundRuns, Ended, Start
 from boinc_project.contract.graph import Graph
-from boinc_project.contract.microtask import FileRef, Microtask
-from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import Update, update_types
+from boinc_project.contract.microtask import FileRef
+from boinc_project.contract.update import update_types
 from boinc_project.database import Database
 from boinc_project.gt_tables import gt_version
 from boinc_project.held_out import evaluation_microtask, metric_means
@@ -31,67 +24,35 @@ from boinc_project.store import JobRow, Row
 log = logging.getLogger("assimilator")
 
 
-@dataclass
-class Running:
-    """The evaluation under way."""
-
-    job: JobRow
-    version: int
-    run: EvaluationRun
-    types: Mapping[str, TensorType]
-
-
-class EvaluationRun(Protocol):
-    """The evaluation of one version, under way."""
-
-    folder: Path
-
-    def finished(self) -> bool: ...
-
-    def update(self, types: Mapping[str, TensorType]) -> Update:
-        """Wait for the end and read the metrics. Raises local_run.LocalRunFailed."""
-
-    def stop(self) -> None: ...
-
-
-#: Starts a microtask in a folder, given where its files lie by open name.
-Start = Callable[[Path, Microtask, Mapping[str, Path]], EvaluationRun]
-
-
 class Evaluator:
     """Evaluates versions of a project's jobs, one at a time."""
 
     def __init__(self, database: Database, start: Start = local_run.start) -> None:
         self._database = database
-        self._start_run = start
-        self._running: Running | None = None
+        self._runs: BackgroundRuns[tuple[int, int]] = BackgroundRuns("evaluation", start=start)  # by job and version
         self._given_up: set[tuple[int, int]] = set()
 
     @property
     def busy(self) -> bool:
-        return self._running is not None
+        return self._runs.busy
 
     def poll(self, jobs: list[JobRow]) -> bool:
         """Collect a finished evaluation and start the next one due; returns whether anything happened."""
-        if self._running is not None:
-            if not self._running.run.finished():
-                return False
-            self._collect(self._running)
-            self._running = None
-            return True
+        if self._runs.busy:
+            ended = self._runs.ended()
+            for each in ended:
+                self._collect(each)
+            return bool(ended)
         for job in jobs:
             due = self._due(job)
             if due is not None:
-                self._running = self._start(job, due)
+                self._start(job, due)
                 return True
         return False
 
     def stop(self) -> None:
         """End the evaluation under way; it will be started again."""
-        if self._running is not None:
-            self._running.run.stop()
-            shutil.rmtree(self._running.run.folder, ignore_errors=True)
-            self._running = None
+        self._runs.stop()
 
     def _due(self, job: JobRow) -> Row | None:
         """The newest version that should have been evaluated and was not."""
@@ -110,33 +71,28 @@ class Evaluator:
                 return row
         return None
 
-    def _start(self, job: JobRow, row: Row) -> Running:
+    def _start(self, job: JobRow, row: Row) -> None:
         version = int(row["version"])
         graph = Graph.from_bytes(job.folder.evaluation_graph_path.read_bytes())
         digest = str(row["state_sha256"])
         state = FileRef(digest, int(row["state_bytes"]))
         microtask, files = evaluation_microtask(job, version, state, job.folder.state_path(version, digest))
-        local_run.remove_leftovers(job.folder.path, "evaluation_*_*")
-        folder = job.folder.path / f"evaluation_{version}_{os.getpid()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        run = self._start_run(folder, microtask, files)
-        return Running(job, version, run, update_types(graph, "evaluation", microtask.steps))
+        folder = self._runs.folder(job.folder.path, str(version))
+        types = update_types(graph, "evaluation", microtask.steps)
+        self._runs.begin((job.id, version), folder, microtask, files, types)
 
-    def _collect(self, running: Running) -> None:
-        job, version = running.job, running.version
-        try:
-            means = metric_means(running.run.update(running.types))
-        except (local_run.LocalRunFailed, ContractError) as error:
-            self._given_up.add((job.id, version))
-            log.critical("[JOB %s] evaluation of version %d failed: %s", job.name, version, error)
+    def _collect(self, ended: Ended[tuple[int, int]]) -> None:
+        (job_id, version), name = ended.key, ended.microtask.job
+        if ended.update is None:
+            self._given_up.add(ended.key)
+            log.critical("[JOB %s] evaluation of version %d failed: %s", name, version, ended.why)
             return
-        finally:
-            shutil.rmtree(running.run.folder, ignore_errors=True)
+        means = metric_means(ended.update)
         statement = (
             sa.update(gt_version)
-            .where(gt_version.c.job_id == job.id, gt_version.c.version == version)
+            .where(gt_version.c.job_id == job_id, gt_version.c.version == version)
             .values(evaluation=json.dumps(means, sort_keys=True))
         )
         self._database.repeated(lambda connection: connection.execute(statement))
         shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(means.items()))
-        log.info("[JOB %s] version %d on held-out data: %s", job.name, version, shown)
+        log.info("[JOB %s] version %d on held-out data: %s", name, version, shown)

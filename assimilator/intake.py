@@ -204,7 +204,7 @@ def describe_errors(mask: int) -> str:
 def open_payload(job: JobRow, task: Row, data: bytes) -> OpenUpdate:
     """The update in a payload, by the microtask's own codec and types."""
     microtask = essentials(str(task["document"]))
-    types = job.folder.update_types(microtask.mode, microtask.steps)
+    types = job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
     return open_update(data, types, microtask.codec, str(task["digest"]))
 
 

@@ -11,6 +11,7 @@ States are short words, so that an admin can read them in the database.
     gt_trust       one row per host and kind of work: how its results were judged
     gt_fingerprint one row per judged result: what stays of it when its file is gone
     gt_accepted    one row per canonical update of a job that bounds norms or probes losses: what was measured of it
+    gt_recheck     one row per result that was accepted alone and is looked at again: its host has failed a check since
     gt_blocked     one row per group of hosts whose results count as no vote
     gt_heartbeat   one row per running daemon
 """
@@ -80,6 +81,16 @@ class Judgement(StrEnum):
     TOO_LATE = "too_late"
 
 
+class RecheckState(StrEnum):
+    """gt_recheck.state: what the server's own computation says of a result."""
+
+    WAITING = "waiting"
+    RIGHT = "right"
+    NEAR = "near"  # not within the tolerance, but as close as unlike hardware comes
+    WRONG = "wrong"
+    LOST = "lost"  # it cannot be computed any more
+
+
 gt_job = sa.Table(
     "gt_job",
     gt_metadata,
@@ -109,6 +120,8 @@ gt_version = sa.Table(
     sa.Column("samples", _Long, nullable=False, default=0),
     sa.Column("loss", _Double, nullable=True),  # mean training loss of its contributions
     sa.Column("evaluation", sa.Text, nullable=False, default=""),  # JSON {metric: value} once evaluated
+    # Of the server's own gradient at this version, once it is there (policy anchored).
+    sa.Column("anchor_sha256", Varchar(64), nullable=False, default="", server_default=""),
     mysql_engine="InnoDB",
 )
 
@@ -120,6 +133,8 @@ gt_round = sa.Table(
     sa.Column("commit_time", _Double, nullable=False),
     # JSON [[workunit name, weight, weight by age], ...] in folding order
     sa.Column("members", _Document, nullable=False),
+    # The version whose anchor corrects it; -1: none.
+    sa.Column("anchor_version", _Long, nullable=False, default=-1, server_default=sa.text("-1")),
     mysql_engine="InnoDB",
 )
 
@@ -136,6 +151,10 @@ gt_microtask = sa.Table(
     sa.Column("document", _Document, nullable=False),  # canonical JSON of the microtask
     sa.Column("samples", _Long, nullable=False),
     sa.Column("flops", _Double, nullable=False),
+    # Its batches, and BOINC's size class of its hosts; server defaults, because older projects lack these.
+    sa.Column("first_batch", _Long, nullable=False, default=0, server_default=sa.text("0")),
+    sa.Column("steps", sa.Integer, nullable=False, default=0, server_default=sa.text("0")),
+    sa.Column("size_class", sa.Integer, nullable=False, default=-1, server_default=sa.text("-1")),
     sa.Column("state", Varchar(16), nullable=False),
     sa.Column("create_time", _Long, nullable=False),
     sa.Column("canonical_sha256", Varchar(64), nullable=False, default=""),  # of the payload the validator judged
@@ -230,6 +249,21 @@ gt_accepted = sa.Table(
     sa.Column("gain", _Double, nullable=True),  # of held-out loss; none if it was not tried
     sa.Column("judge_time", _Double, nullable=False),
     sa.Index("gt_accepted_time", "job_id", "judge_time"),
+    mysql_engine="InnoDB",
+)
+
+gt_recheck = sa.Table(
+    "gt_recheck",
+    gt_metadata,
+    sa.Column("workunit_name", Varchar(191), primary_key=True),
+    sa.Column("host_id", _Long, nullable=False),
+    sa.Column("kind", Varchar(32), nullable=False),  # as in gt_trust
+    sa.Column("create_time", _Double, nullable=False),
+    sa.Column("state", Varchar(16), nullable=False),
+    sa.Column("distance", _Double, nullable=True),  # to the server's own computation, as the fingerprints tell it
+    sa.Column("judge_time", _Double, nullable=False, default=0.0),
+    sa.Index("gt_recheck_state", "state", "create_time"),
+    sa.Index("gt_recheck_host", "host_id", "kind"),
     mysql_engine="InnoDB",
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import re
@@ -30,6 +31,7 @@ RULES = (
     "mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clipping", "geometric_median", "norm_bound",
 )  # fmt: skip
 MIXINGS = ("none", "nearest_neighbour")
+INNER_STATES = ("reset", "shipped")
 AGE_WEIGHTS = ("polynomial", "constant", "hinge")
 
 REFERENCE = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
@@ -41,6 +43,8 @@ METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 90 * 86400  # BOINC's delay_bound; longer deadlines outlive most volunteers' interest
+
+MAX_SIZE_CLASSES = 10  # BOINC's own limit (db/boinc_db_types.h)
 
 # Relative L2 distance within which two copies agree. One gradient of honest hosts differs by under
 # 1e-6 and TF32 by 4e-4; 200 local AdamW steps differ by 6e-4; looser than 1e-3 leaves room for lies.
@@ -133,6 +137,19 @@ def _betas(value: object) -> object:
     return tuple(float(b) for b in value)
 
 
+def _speeds(value: object) -> object:
+    fits = isinstance(value, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
+    if fits and not value:
+        return ()
+    speeds = tuple(float(v) for v in value) if fits else ()  # type: ignore[attr-defined]
+    falling = all(left > right > 0 for left, right in itertools.pairwise(speeds))
+    if not 2 <= len(speeds) <= MAX_SIZE_CLASSES or speeds[0] != 1.0 or not falling:
+        raise _Wrong(
+            f"must be 2 to {MAX_SIZE_CLASSES} falling numbers above 0, of which the first is 1|[1.0, 0.5, 0.25]"
+        )
+    return speeds
+
+
 def _name(value: object) -> object:
     if not isinstance(value, str) or NAME.fullmatch(value) is None or any(w in value for w in NAME_WORDS_REFUSED):
         raise _Wrong(
@@ -208,6 +225,11 @@ class TrainSection:
         _integer(1, 4096, 1), "without [inner_optimizer]: batches whose gradient one microtask sums", default=1
     )
     local_steps: int = _key(_integer(1, 500, 50), "with [inner_optimizer]: steps of it in one microtask", default=1)
+    speed_classes: tuple[float, ...] = _key(
+        _speeds,
+        "speeds of the classes of hosts, the fastest first: a microtask for a slower class has so much fewer steps",
+        default=(),
+    )
     max_versions: int = _key(_integer(1, MAX_COUNT, 100), "stop after this version")
     target_metric: str | None = _key(_metric_name, "stop once this held-out metric reaches target_value", default=None)
     target_value: float | None = _key(
@@ -232,7 +254,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerOptimizerSection(OptimizerSection):
-    """[inner_optimizer]: the optimizer of local steps, run by volunteers; its state starts at zero."""
+    """[inner_optimizer]: the optimizer of local steps, run by volunteers."""
 
     kind: str = _key(_choice(*OPTIMIZERS), "sgd or adamw, as torch.optim has them", default="adamw")
     eps: float = _key(
@@ -242,6 +264,11 @@ class InnerOptimizerSection(OptimizerSection):
     )
     max_norm: float = _key(
         _number(0, 1e6, 1.0), "clip the gradient to this norm before each step; 0: no clipping", default=0.0
+    )
+    state: str = _key(
+        _choice(*INNER_STATES),
+        "its state is reset to zero in every microtask, or shipped: averaged and part of the version",
+        default="reset",
     )
 
 
@@ -299,6 +326,23 @@ class AggregationSection:
         _number(0, MAX_SECONDS, 60.0), "seconds for which a version that could be made waits for more", default=0.0
     )
     parts: int = _key(_integer(1, 1024, 4), "parts of the model, of which a microtask sends one", default=1)
+    anchor_every: int = _key(
+        _integer(1, 10_000, 5), "versions from one gradient that the server computes itself to the next", default=5
+    )
+    anchor_batches: int = _key(
+        _integer(0, 4096, 16), "batches of it (local steps, with [inner_optimizer]); 0: those of a microtask", default=0
+    )
+    anchor_max_age: int = _key(
+        _integer(0, 10_000, 20), "versions after which it says nothing about a version any more", default=20
+    )
+    anchor_strength: float = _key(
+        _number(0, 1, 0.5), "share of a step from which directions without its support are taken out", default=0.5
+    )
+    anchor_floor: float = _key(
+        _number(1e-6, 1e6, 0.1),
+        "squared singular value that counts half, as a multiple of its matrix's mean one",
+        default=0.1,
+    )
     rule: str = _key(_choice(*RULES), "how contributions become one step", default="mean")
     byzantine: int = _key(
         _integer(0, 2048, 5), "contributions of one version that may be wrong: f of the robust rules", default=0
@@ -493,8 +537,25 @@ class JobConfig:
 
     @property
     def steps(self) -> int:
-        """Batches of one microtask."""
+        """Batches of one microtask; with speed classes, of one for the fastest."""
         return self.train.batches_per_microtask if self.inner_optimizer is None else self.train.local_steps
+
+    @property
+    def ships_state(self) -> bool:
+        """Whether the inner optimizer's state is part of versions and updates."""
+        return self.inner_optimizer is not None and self.inner_optimizer.state == "shipped"
+
+    def inner_step(self, version: int) -> int | None:
+        """Steps that a version's state of the inner optimizer has seen, `local_steps` a version; None: it has none."""
+        return version * self.train.local_steps if self.ships_state else None
+
+    @property
+    def class_steps(self) -> tuple[int, ...]:
+        """Batches of a microtask by BOINC's size class, the slowest hosts' first; empty without speed classes.
+
+        DyLU (Liu et al. 2024, https://arxiv.org/abs/2401.09135): H_w = floor(v_w / v_max H).
+        """
+        return tuple(math.floor(speed * self.steps + 1e-9) for speed in reversed(self.train.speed_classes))
 
     @property
     def grace_s(self) -> float | None:
@@ -685,6 +746,7 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "train", key, f"{key} has a meaning only {where} an [inner_optimizer]; remove it or change the policy"
             )
+    _check_speed_classes(config, source)
     if config.trust.loss_probe and not local:
         raise source.error(
             "trust", "loss_probe", "loss_probe judges local steps; remove it, or add an [inner_optimizer]"
@@ -717,6 +779,8 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
                 "nesterov",
                 f'nesterov in [{name}] needs kind = "sgd" and a momentum above 0; set both or remove nesterov',
             )
+    if config.ships_state:
+        _check_shipped(config, source)
     codec = _codec(config.codec, content, source)
     workunit = dataclasses.replace(
         workunit,
@@ -776,6 +840,52 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
     )
 
 
+def _check_shipped(config: JobConfig, source: _Source) -> None:
+    """That the inner optimizer has a state, and that all of it can be sent."""
+    inner = config.inner_optimizer
+    assert inner is not None
+    if inner.kind == "sgd" and not inner.momentum:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] needs an optimizer that has a state; set kind = "adamw" or a'
+            " momentum, or remove state",
+        )
+    if config.policy.parts_by:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
+            " hold a part of the model; remove state or change the policy",
+        )
+
+
+def _check_speed_classes(config: JobConfig, source: _Source) -> None:
+    """Every class has steps of its own, and nothing compares updates of unlike numbers of steps."""
+    steps, local, section = config.class_steps, config.inner_optimizer is not None, config.aggregation
+    if not steps:
+        return
+    key = "local_steps" if local else "batches_per_microtask"
+    if steps[0] < 1 or len(set(steps)) < len(steps):
+        shown = ", ".join(
+            f"{each:g} -> {count}" for each, count in zip(config.train.speed_classes, steps[::-1], strict=True)
+        )
+        raise source.error(
+            "train",
+            "speed_classes",
+            f"speed_classes in [train] must leave each class a number of steps of its own, at least 1 ({shown} of"
+            f" {key} = {config.steps}); raise {key} or write fewer classes",
+        )
+    if local and (section.rule != "mean" or section.mixing != "none"):
+        key = "mixing" if section.mixing != "none" else "rule"
+        raise source.error(
+            "aggregation",
+            key,
+            f'{key} = "{getattr(section, key)}" in [aggregation] takes slower hosts\' shorter updates for wrong ones;'
+            f" remove {key}, or speed_classes from [train]",
+        )
+
+
 def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSection:
     """[aggregation] with the defaults that depend on other keys, checked against those."""
     section, count, kept = config.aggregation, config.train.microtasks_per_version, config.supply.keep_versions
@@ -791,6 +901,13 @@ def _resolved_aggregation(config: JobConfig, source: _Source) -> AggregationSect
             "optimizer",
             "nesterov",
             'policy = "delayed-nesterov" needs kind = "sgd", nesterov = true and a momentum in [optimizer]',
+        )
+    if config.train.policy == "anchored" and section.anchor_max_age < section.anchor_every:
+        raise source.error(
+            "aggregation",
+            "anchor_max_age",
+            f"anchor_max_age in [aggregation] must be at least anchor_every ({section.anchor_every}), or most versions"
+            f" are made without an anchor; write for example anchor_max_age = {4 * section.anchor_every}",
         )
     if section.momentum_every % count:
         raise source.error(

@@ -4,7 +4,7 @@
     graphs/                       gradient (also for smaller batches), optimizer and evaluation graphs
     constants.safetensors         constants of the graphs, if any
     shards/                       data shards, train_K and test_K
-    versions/                     state and optimizer state of the model versions that are kept
+    versions/                     state, optimizer state and anchors of the model versions that are kept
     payloads/                     validated updates that are not yet part of a kept version
 
 Everything here appears by rename after fsync and carries its digest in its name or in the database.
@@ -36,6 +36,7 @@ _FOLDERS = ("graphs", "shards", "versions", "payloads")
 STATE_METADATA: Mapping[str, Any] = {"format": "boinc-train-state"}
 
 _VERSION_FILE = re.compile(r"(?:state|optimizer)_(\d+)_[0-9a-f]{16}\.safetensors")
+_ANCHOR_FILE = re.compile(r"anchor_(\d+)_[0-9a-f]{16}\.safetensors")
 # Named after the workunit, whose name holds the base version (work_generator/workunits.py).
 _PAYLOAD_FILE = re.compile(r"gt_.+_v(\d+)_s\d+_a\d+_[0-9a-f]{16}\.[0-9a-f]{16}\.update")
 
@@ -157,9 +158,12 @@ class JobFacts:
 
 
 @lru_cache(maxsize=64)
-def _update_types(graph: Path, _changed: int, mode: str, steps: int) -> Mapping[str, TensorType]:
+def _update_types(
+    graph: Path, _changed: int, mode: str, steps: int, optimizer: Path | None
+) -> Mapping[str, TensorType]:
     """The types of updates over the graph in a file; its time of change is part of the key."""
-    return update_types(Graph.from_bytes(graph.read_bytes()), mode, steps)
+    shipped = None if optimizer is None else Graph.from_bytes(optimizer.read_bytes())
+    return update_types(Graph.from_bytes(graph.read_bytes()), mode, steps, shipped)
 
 
 class JobFolder:
@@ -167,7 +171,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._update_types: dict[tuple[str, int], Mapping[str, TensorType]] = {}
+        self._update_types: dict[tuple[str, int, bool], Mapping[str, TensorType]] = {}
 
     @property
     def gradient_graph_path(self) -> Path:
@@ -204,6 +208,14 @@ class JobFolder:
         """The server's optimizer state after that version."""
         return self.path / "versions" / f"optimizer_{version:06d}_{sha256[:16]}.safetensors"
 
+    def anchor_path(self, version: int, sha256: str) -> Path:
+        """The server's own gradient at that version (assimilator/anchors.py)."""
+        return self.path / "versions" / f"anchor_{version:06d}_{sha256[:16]}.safetensors"
+
+    def anchor_files(self) -> list[tuple[int, Path]]:
+        """(version, path) of every anchor on disk."""
+        return _numbered(self.path / "versions", _ANCHOR_FILE)
+
     def version_files(self) -> list[tuple[int, Path]]:
         """(version, path) of every state and optimizer state on disk."""
         return _numbered(self.path / "versions", _VERSION_FILE)
@@ -220,12 +232,13 @@ class JobFolder:
     def gradient_graph(self) -> Graph:
         return Graph.from_bytes(self.gradient_graph_path.read_bytes())
 
-    def update_types(self, mode: str, steps: int) -> Mapping[str, TensorType]:
+    def update_types(self, mode: str, steps: int, ships_state: bool = False) -> Mapping[str, TensorType]:
         """Name -> type of every tensor of an update of this mode with so many steps."""
-        if (mode, steps) not in self._update_types:
-            path = self.gradient_graph_path
-            self._update_types[mode, steps] = _update_types(path, path.stat().st_mtime_ns, mode, steps)
-        return self._update_types[mode, steps]
+        key = (mode, steps, ships_state)
+        if key not in self._update_types:
+            path, optimizer = self.gradient_graph_path, self.optimizer_graph_path if ships_state else None
+            self._update_types[key] = _update_types(path, path.stat().st_mtime_ns, mode, steps, optimizer)
+        return self._update_types[key]
 
     def write_version(
         self, version: int, state: Mapping[str, Array], optimizer: Mapping[str, Array]
@@ -245,6 +258,16 @@ class JobFolder:
     def read_state(self, version: int, digest: str) -> dict[str, Array]:
         """parameter/* and buffer/* of a version; raises ContractError if the file is not the recorded one."""
         return _read_checked(self.state_path(version, digest), digest)
+
+    def write_anchor(self, version: int, tensors: Mapping[str, Array]) -> str:
+        """Write a version's anchor; returns its SHA-256."""
+        digest = _digest(tensors, {})
+        _write_once(self.anchor_path(version, digest), tensors, {}, digest)
+        return digest
+
+    def read_anchor(self, version: int, digest: str) -> dict[str, Array]:
+        """The anchor of a version; raises ContractError if the file is not the recorded one."""
+        return _read_checked(self.anchor_path(version, digest), digest)
 
     def read_optimizer(self, version: int, digest: str) -> dict[str, Array]:
         """The optimizer state kept with a version ({} if it has none)."""

@@ -32,6 +32,7 @@ _DILOCO_OUTER: Mapping[str, object] = {"kind": "sgd", "lr": 0.7, "momentum": 0.9
 
 _RULE = frozenset({"rule", "byzantine", "tau", "clip_iterations", "mixing"})
 _AGE = frozenset({"age_weight", "age_exponent", "age_hinge", "age_slope"})
+_ANCHOR = frozenset({"anchor_every", "anchor_batches", "anchor_max_age", "anchor_strength", "anchor_floor"})
 _FLOW = frozenset({"in_flight", "max_age"})
 
 
@@ -55,6 +56,7 @@ POLICIES: Mapping[str, PolicyFacts] = {
     "streaming-diloco": _policy(flow=False, inner=True, outer=_DILOCO_OUTER, keys=_RULE, parts_by="tensors", parts=4),
     "partition": _policy(flow=False, inner=None, outer={}, keys=frozenset(), parts_by="elements", parts=4),
     "buffered": _policy(flow=True, inner=None, outer={}, keys=_RULE | _AGE),
+    "anchored": _policy(flow=True, inner=None, outer={}, keys=_RULE | _AGE | _ANCHOR),
     "async": _policy(flow=True, inner=True, keys=_AGE | {"mixing_rate"}, mixing_rate=0.6),
     "vc-asgd": _policy(flow=True, inner=True, keys=frozenset({"mixing_rate"}), mixing_rate=0.05, age_weight="constant"),
     "delayed-nesterov": _policy(

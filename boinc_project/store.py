@@ -326,6 +326,47 @@ def next_slot(connection: Connection, job_id: int) -> int:
     return 0 if newest is None else int(newest) + 1
 
 
+def next_batch(connection: Connection, job_id: int) -> int:
+    """The first batch that no microtask of a job with speed classes has had."""
+    end = gt_microtask.c.first_batch + gt_microtask.c.steps
+    newest = connection.execute(sa.select(sa.func.max(end)).where(gt_microtask.c.job_id == job_id)).scalar()
+    return 0 if newest is None else int(newest)
+
+
+def withdrawn(connection: Connection, job_id: int) -> list[Row]:
+    """Microtasks that were withdrawn before they were done and whose slot was not issued again, by slot."""
+    later = gt_microtask.alias("later")
+    again = sa.exists().where(
+        later.c.job_id == gt_microtask.c.job_id,
+        later.c.slot == gt_microtask.c.slot,
+        later.c.attempt > gt_microtask.c.attempt,
+    )
+    query = (
+        sa.select(*(column for column in gt_microtask.c if column.name != "document"))
+        .where(gt_microtask.c.job_id == job_id, gt_microtask.c.state == str(MicrotaskState.CANCELLED), sa.not_(again))
+        .order_by(gt_microtask.c.slot)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def tasks_of_hosts(connection: Connection, workunit_names: Sequence[str]) -> list[Row]:
+    """Results of these workunits that hosts work on, or have done: hostid, app_version_id, size_class."""
+    columns = (result.c.hostid, result.c.app_version_id, result.c.size_class)
+    found: list[Row] = []
+    for start in range(0, len(workunit_names), 500):
+        query = (
+            sa.select(*columns)
+            .join(workunit, workunit.c.id == result.c.workunitid)
+            .where(
+                workunit.c.name.in_(list(workunit_names[start : start + 500])),
+                (result.c.server_state == int(ServerState.IN_PROGRESS))
+                | ((result.c.server_state == int(ServerState.OVER)) & (result.c.outcome == int(Outcome.SUCCESS))),
+            )
+        )
+        found += [dict(row) for row in connection.execute(query).mappings()]
+    return found
+
+
 def microtask_of(connection: Connection, workunit_name: str) -> Row | None:
     query = sa.select(gt_microtask).where(gt_microtask.c.workunit_name == workunit_name)
     row = connection.execute(query).mappings().first()
@@ -573,13 +614,33 @@ def round_members(connection: Connection, job_id: int, version: int) -> list[Mem
     return None if text is None else [Member(str(name), *map(float, weights)) for name, *weights in json.loads(text)]
 
 
-def commit_round(connection: Connection, job_id: int, version: int, members: Sequence[Member], now: float) -> None:
-    """Fix which contributions, in which order, make this version. The job's row must be locked."""
+def newest_anchor(connection: Connection, job: JobRow) -> int:
+    """The newest version of a job at which the server's own gradient is there (policy anchored); -1: none."""
+    query = sa.select(sa.func.max(gt_version.c.version)).where(
+        gt_version.c.job_id == job.id, gt_version.c.anchor_sha256 != ""
+    )
+    found = connection.scalar(query)
+    return -1 if found is None else int(found)
+
+
+def round_anchor(connection: Connection, job_id: int, version: int) -> Row | None:
+    """The row of the version whose anchor corrects the committed round that makes this version; None: of none."""
+    query = sa.select(gt_round.c.anchor_version).where(gt_round.c.job_id == job_id, gt_round.c.version == version)
+    found = connection.scalar(query)
+    return None if found is None or found < 0 else version_row(connection, job_id, int(found))
+
+
+def commit_round(
+    connection: Connection, job_id: int, version: int, members: Sequence[Member], now: float, anchor: int = -1
+) -> None:
+    """Fix which contributions, in which order, make this version, and the version whose anchor corrects them. The
+    job's row must be locked."""
     connection.execute(
         sa.insert(gt_round).values(
             job_id=job_id,
             version=version,
             commit_time=now,
+            anchor_version=anchor,
             members=json.dumps([[member.workunit_name, member.weight, member.age_weight] for member in members]),
         )
     )

@@ -70,7 +70,7 @@ def add_workunits(
         "max_success_results": 4,
         **columns,
     }
-    beside = {name: columns.pop(name) for name in ("priority", "transitioner_flags") if name in columns}
+    beside = {name: columns.pop(name) for name in ("priority", "size_class", "transitioner_flags") if name in columns}
     template = templates.input_template([templates.InputReference(open_name="in")], **columns)
     rows, now = [], int(time.time())
     for number in range(count):

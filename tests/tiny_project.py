@@ -23,6 +23,7 @@ import sqlalchemy as sa
 from apps.gradient.backends import open_backend
 from apps.gradient.runner import Run, load
 from assimilator.__main__ import Assimilator
+from assimilator.anchors import Anchors
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from boinc_project import app_versions, database, store, templates
@@ -32,6 +33,7 @@ from boinc_project.daemon import Options, Stopper
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.run import free_port
+from boinc_project.server.size_regulator import SizeRegulator
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import AssimilateState, Outcome, ServerState
 from boinc_project.store import JobRow
@@ -134,12 +136,13 @@ class TinyProject:
         db = db or self.db
         chosen = options or Options(one_pass=True)
         applier = Applier(db, self.tree)
-        return Assimilator(chosen, self.tree, db, self.appid, self.stopper, applier, Evaluator(db))
+        return Assimilator(chosen, self.tree, db, self.appid, self.stopper, applier, Evaluator(db), Anchors(db))
 
     def issue(self) -> list[dict[str, Any]]:
         """Let the generator and the transitioner work; returns the unsent results."""
         self.generator().one_pass()
         self.transitioner.run_once()
+        SizeRegulator(self.tree, self.db).run_once()
         return self.rows(database.result, server_state=int(ServerState.UNSENT))
 
     def validate_round(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from boinc_project import database
 from boinc_project.contract.update import read_update, update_types, write_update
 from boinc_project.gt_tables import gt_job, gt_trust
+from boinc_project.simulator.computing import Evaluation
 from boinc_project.states import ServerState
 from tests.tiny_project import TinyProject
 
@@ -24,10 +25,10 @@ def with_trust(project: TinyProject, **keys: Any) -> None:
         connection.execute(sa.update(gt_job).values(config=json.dumps(settings)))
 
 
-def judged(project: TinyProject) -> None:
-    """A fresh validator, as after a restart."""
+def judged(project: TinyProject, **fields: Any) -> None:
+    """A fresh validator, as after a restart; what it computes itself it computes in this process."""
     project.transitioner.run_once()
-    project.validator().one_pass()
+    project.validator(**{"start": Evaluation, **fields}).one_pass()
     project.transitioner.run_once()
 
 

@@ -20,7 +20,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
-from boinc_project import store
+from boinc_project import local_run, store
+from boinc_project.background_runs import Start
 from boinc_project.clock import now
 from boinc_project.credit import MAX_GRANTED_CREDIT, claimed_flops, credit_of_flops, credit_of_runtimes
 from boinc_project.daemon import Options, Patience, Stopper, UsageError
@@ -32,13 +33,15 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import Outcome, ServerState, ValidateState
 from boinc_project.store import JobRow
-from validator import doubts, traces
+from validator import doubts, rechecks, traces
 from validator.books import Judged, Policy, open_books, sane_seconds, write_results
 from validator.case import Case, Verdict, make_marks
 from validator.decision import SOON
 from validator.doubts import NotYet
 from validator.drift import findings
 from validator.evidence import Judge
+from validator.lottery import NoSecret
+from validator.rechecks import Rechecks
 from validator.records import blocked_groups, judged_pairs, read_records
 from validator.replays import Replays
 from validator.voters import Independence, Records
@@ -97,16 +100,23 @@ class Validator:
     stopper: Stopper
     rules: Rules = field(default_factory=Rules)
     clock: Callable[[], float] = now
+    start: Start = local_run.start  # what computes something on the server
     jobs: dict[int, JobRow | None] = field(default_factory=dict)
     handled: int = 0
     swept: float = 0.0  # when old fingerprints were last looked for
     tested: float = 0.0  # when groups were last tested for drift
+    told: dict[str, float] = field(default_factory=dict)  # when what stops many workunits was last told
 
     def __post_init__(self) -> None:
         self.judge = Judge(
-            self.tree, self.database, Independence(one_vote_per_user=self.rules.one_vote_per_user), self.clock
+            self.tree,
+            self.database,
+            Independence(one_vote_per_user=self.rules.one_vote_per_user),
+            self.clock,
+            self.start,
         )
         self.patience = Patience(self.clock)
+        self.rechecks = Rechecks(self.database, self.replays, self.options, self.clock)
 
     @property
     def replays(self) -> Replays:
@@ -118,12 +128,15 @@ class Validator:
         with outside_faults():
             self._sweep()
             self._look_at_groups()
+            self.rechecks.wake()
             worked = self.replays.poll()
             worked |= self._look()
-            while self.options.one_pass and self.replays.busy:
+            worked |= self.rechecks.poll()
+            while self.options.one_pass and (self.replays.busy or self.rechecks.busy):
                 self.stopper.sleep(0.05)
                 if self.replays.poll():
                     worked |= self._look()
+                worked |= self.rechecks.poll()
         return worked
 
     def _look_at_groups(self) -> None:
@@ -265,6 +278,10 @@ class Validator:
             verdict = self._judge(case)
         except NotYet:
             return None
+        except NoSecret as error:
+            self.patience.later(case.id)
+            self._tell(str(error))
+            return None
         except DBAPIError:
             raise
         except Exception:
@@ -278,6 +295,12 @@ class Validator:
             self.replays.want(case, verdict.decision.replay)
             return None
         return verdict
+
+    def _tell(self, sentence: str) -> None:
+        """Tell the admin of something that stops more than one workunit: once an hour."""
+        if not 0 <= self.clock() - self.told.get(sentence, -SWEEP_S) < SWEEP_S:
+            self.told[sentence] = self.clock()
+            log.critical("%s", sentence)
 
     def _judge(self, case: Case) -> Verdict:
         """Read the copies and decide."""
@@ -307,17 +330,19 @@ class Validator:
         return sorted(changed)
 
     def _name_unchecked(self, verdict: Verdict) -> None:
-        """Name what was accepted from a host alone before the server refuted one of its results."""
-        for row in verdict.case.results:
-            change = verdict.decision.results.get(int(row["id"]))
-            if change is not None and change.refuted and change.validate_state != row["validate_state"]:
-                with self.database.read() as connection:
-                    names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
+        """Name what was accepted alone from hosts that have just returned something else than their task."""
+        for row in verdict.caught():
+            with self.database.read() as connection:
+                names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
+            if names or verdict.decision.results[int(row["id"])].refuted:
                 log.critical(
                     "[HOST#%d] returned something else than the task; accepted from it without a second copy: %s",
                     row["hostid"],
                     ", ".join(names) or "nothing",
                 )
+            if names:
+                log.warning("[HOST#%d] the server computes the last %d of these again", row["hostid"], rechecks.MOST)
+                self.rechecks.wake()
 
     def _write(self, connection: Connection, verdicts: Sequence[Verdict]) -> set[int]:
         """The statements of one transaction, in BOINC's order; returns the workunits that were left out."""
@@ -361,6 +386,9 @@ class Validator:
         update_rows(connection, result, ("id",), {(each,): _NOT_NEEDED for each in unsent})
         traces.write(connection, trails)
         doubts.write(connection, [each.accepted for each in kept if each.accepted is not None], now)
+        for each in kept:
+            for row in each.caught():
+                rechecks.queue(connection, int(row["hostid"]), each.kind, now)
         update_rows(connection, gt_microtask, ("workunit_name",), digests)
         update_rows(connection, workunit, ("id",), units)
         if woken:

@@ -1,6 +1,6 @@
 """Which copies of a workunit agree: a decision over all of them at once, whatever order they came in.
 
-Distance of two updates: for every tensor t of a family (gradient, delta, buffer, metric)
+Distance of two updates: for every tensor t of a family (gradient, delta, buffer, metric, each kind of moment)
 
     d_t = |a_t - b_t| / (m_t + m * sqrt(n_t / n))      m_t = (|a_t| + |b_t|) / 2,  m = the same for the family
 
@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from boinc_project.contract.update import family_of
+
 Array = npt.NDArray[Any]
 
 _CHUNK = 8192  # elements per piece of the float64 sums: scratch memory that stays in the processor's cache
@@ -40,7 +42,7 @@ def tensor_distances(a: Mapping[str, Array], b: Mapping[str, Array]) -> dict[str
     """The terms d_t of the distance by tensor; 0 where two tensors are equal, inf where integers differ."""
     families: dict[str, list[str]] = {}
     for name in a:
-        families.setdefault(name.split("/", 1)[0], []).append(name)
+        families.setdefault(family_of(name), []).append(name)
     return {name: apart for names in families.values() for name, apart in _family_distances(a, b, names).items()}
 
 

@@ -84,6 +84,18 @@ class Verdict:
     accepted: store.Row | None = None
     unmarked: Unmarked | None = None
 
+    def caught(self) -> list[store.Row]:
+        """The results in which this verdict finds that their hosts returned something else than the task: readable,
+        and neither within the tolerance nor as close as unlike hardware comes."""
+        found = []
+        for row in self.case.results:
+            change = self.decision.results.get(int(row["id"]))
+            if change is None or change.validate_state == row["validate_state"] or change.differs:
+                continue
+            if change.validate_state == ValidateState.INVALID and int(row["id"]) in self.digests:
+                found.append(row)
+        return found
+
     def trails(self, now: float) -> list[store.Row]:
         """Rows of gt_fingerprint for the results that this verdict settles."""
         found: list[store.Row] = []

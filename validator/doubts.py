@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project import store
+from boinc_project import local_run, store
+from boinc_project.background_runs import Start
 from boinc_project.contract.codecs import Array
 from boinc_project.database import Database
-from boinc_project.gt_tables import gt_accepted
+from boinc_project.gt_tables import gt_accepted, gt_microtask
 from boinc_project.store import Row
 from validator import loss_probe, norm_bound
 from validator.case import Case
@@ -27,9 +28,9 @@ __all__ = ["Doubts", "NotYet", "write"]
 class Doubts:
     """Looks at every update that is about to become canonical. Not thread-safe."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, start: Start = local_run.start) -> None:
         self._database = database
-        self.prober = Prober()
+        self.prober = Prober(start)
 
     def considered(
         self,
@@ -45,7 +46,7 @@ class Doubts:
             return decision, None
         update, version = tensors[decision.canonical], int(case.task["version"])
         with self._database.read() as connection:
-            accepted = _accepted(connection, case.job.id)
+            accepted = _accepted(connection, case)
             state = store.version_row(connection, case.job.id, version)
         norm = norm_bound.norm(update)
         gain: float | None = None
@@ -69,10 +70,14 @@ class Doubts:
         return decision, {**row, "gain": gain}
 
 
-def _accepted(connection: Connection, job_id: int) -> list[tuple[int, float, float | None]]:
-    """(version, norm, gain) of a job's last canonical updates, the newest first."""
-    table = gt_accepted.c
-    query = sa.select(table.version, table.norm, table.gain).where(table.job_id == job_id)
+def _accepted(connection: Connection, case: Case) -> list[tuple[int, float, float | None]]:
+    """(version, norm, gain) of a job's last canonical updates, the newest first; where hosts have speed classes, of
+    those with as many steps."""
+    table, task = gt_accepted.c, gt_microtask.c
+    query = sa.select(table.version, table.norm, table.gain).where(table.job_id == case.job.id)
+    if case.job.config.class_steps:
+        steps = sa.select(task.steps).where(task.workunit_name == case.name).scalar_subquery()
+        query = query.join(gt_microtask, task.workunit_name == table.workunit_name).where(task.steps == steps)
     found = connection.execute(query.order_by(table.judge_time.desc(), table.workunit_name).limit(loss_probe.KEPT))
     return [(int(version), float(norm), None if gain is None else float(gain)) for version, norm, gain in found]
 

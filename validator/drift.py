@@ -1,6 +1,7 @@
 """Which group of hosts drifts: a stated test on how far its copies are from those of others.
 
-Groups are a host, a user, an app version, a plan class, a family of devices, a family with a driver (voters.groups_of).
+Groups are a host, a user, an app version, a plan class, a family of devices, a family with a driver, a family of
+processors (voters.groups_of).
 The data are pairs: of each judged workunit every copy beside the canonical one, with their distance (gt_fingerprint).
 A pair says something of both of its members, so it is compared by whether a group has a part in it:
 

@@ -12,10 +12,10 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
-from boinc_project import store
+from boinc_project import local_run, store
+from boinc_project.background_runs import Start
 from boinc_project.clock import now
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
@@ -33,10 +33,10 @@ from validator.copies import Copies, same_file, step_as_update
 from validator.decision import Evidence, Sanity, decide, is_open, is_viable, needed
 from validator.doubts import Doubts
 from validator.fingerprint import Layout, estimate, fingerprints, layout_of, read, work_norm
-from validator.lottery import Lottery, project_lottery
+from validator.lottery import ProjectDraws
 from validator.replays import Replays
 from validator.replication import LEAST_NORM, STRANGE_NORM, why_not_alone
-from validator.sanity import load
+from validator.sanity import check_inner_state, load
 from validator.voters import Independence, Newcomers, Witness, count_votes, witness_of
 
 _LAYOUTS = 64
@@ -65,29 +65,28 @@ class Judge:
     database: Database
     independence: Independence = field(default_factory=Independence)
     clock: Callable[[], float] = now
+    start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
-    replays: Replays = field(default_factory=Replays)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
-    norms: dict[str, deque[float]] = field(default_factory=dict)  # of each kind's latest accepted updates
-
-    @cached_property
-    def lottery(self) -> Lottery:
-        return project_lottery(self.tree)
+    norms: dict[str, deque[float]] = field(default_factory=dict)  # of the latest updates, by kind and steps
 
     def __post_init__(self) -> None:
-        self.doubts = Doubts(self.database)
-        self.replays.state_of = self._state_of
+        self.draws = ProjectDraws(self.tree)
+        self.doubts = Doubts(self.database, self.start)
+        self.replays = Replays(self._state_of, self.start)
 
     def verdict(self, case: Case) -> Verdict:
-        """Read the copies and decide. Raises NotYet while an update is being tried on held-out data."""
+        """Read the copies and decide. Raises NotYet while an update is being tried on held-out data; NoSecret where a
+        draw is needed and the project's upload key cannot be read."""
         microtask = essentials(str(case.task["document"]))
         kind = kind_of(microtask.mode, microtask.graph_sha256)
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
+        types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
         reading = Reading()
         by_id = {int(row["id"]): row for row in case.results}
         for identifier in needed(case.unit, case.results):
             try:
                 payload = load(self.tree, by_id[identifier], types, microtask.codec, str(case.task["digest"]))
+                check_inner_state(payload.update, case.job.config.inner_optimizer)
             except InvalidResult as error:
                 reading.sanity[identifier] = (Sanity.INVALID, f"{error} ({error.fault})")
             except TransientError as error:
@@ -104,12 +103,13 @@ class Judge:
             blobs = fingerprints(list(reading.tensors.values()), layout)
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
             estimates = self._estimates(case, reading, layout)
-            suspicions = self._suspicions(case, reading, layout, kind)
+            alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
+            suspicions = self._suspicions(case, reading, layout, kind, alike)
             if case.job.config.trust.adaptive_replication:
-                self._look_at_norms(reading, layout, kind, suspicions)
+                self._look_at_norms(reading, layout, alike, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
-        witnesses = self._witnesses(case, kind)
+        witnesses = self._witnesses(case, kind, reading.metadata)
         rules = self.independence
         if case.job.config.trust.independent_devices:
             rules = replace(rules, devices=True)
@@ -147,7 +147,7 @@ class Judge:
         if tensors is not None:
             return {"replayed": {i: distance(tensors, mine) for i, mine in reading.tensors.items()}}
         check = ""
-        if trust.spot_check_share and self.lottery.drawn(trust.spot_check_share, "spot", case.name):
+        if trust.spot_check_share and self.draws.drawn(trust.spot_check_share, "spot", case.name):
             check = "it is drawn for a spot check"
         elif suspicions and (trust.spot_check_share or trust.replay_disputes):
             check = "a copy of it looks copied"
@@ -155,24 +155,24 @@ class Judge:
 
     # Who made them.
 
-    def _witnesses(self, case: Case, kind: str) -> dict[int, Witness]:
+    def _witnesses(self, case: Case, kind: str, said: Mapping[int, Mapping[str, Any]]) -> dict[int, Witness]:
         """The makers of the viable copies."""
         viable = {int(row["id"]): row for row in case.results if is_viable(row)}
         if case.records is None:
             return {i: Witness(user=int(row["userid"]), host=int(row["hostid"])) for i, row in viable.items()}
         trust, now = case.job.config.trust, self.clock()
         newcomers = Newcomers(trust.newcomer_days, trust.newcomer_results)
-        return {i: witness_of(row, kind, case.records, newcomers, now) for i, row in viable.items()}
+        return {i: witness_of(row, kind, case.records, newcomers, now, said.get(i)) for i, row in viable.items()}
 
     def _not_alone(
         self, case: Case, witnesses: Mapping[int, Witness], suspicions: Mapping[int, str]
     ) -> dict[int, str] | None:
         """Why copies need a second one beside them, where the job lets one be enough."""
         trust = case.job.config.trust
-        if not trust.adaptive_replication:
+        if not trust.adaptive_replication or case.unit["canonical_resultid"] or int(case.unit["min_quorum"]) > 1:
             return None
         return {
-            i: why_not_alone(witness, self.lottery, trust.audit_floor, case.name, i, suspicions.get(i, ""))
+            i: why_not_alone(witness, self.draws, trust.audit_floor, case.name, i, suspicions.get(i, ""))
             for i, witness in witnesses.items()
         }
 
@@ -197,7 +197,7 @@ class Judge:
 
     # Copied work.
 
-    def _suspicions(self, case: Case, reading: Reading, layout: Layout, kind: str) -> dict[int, str]:
+    def _suspicions(self, case: Case, reading: Reading, layout: Layout, kind: str, alike: str) -> dict[int, str]:
         """Why some of the copies that are not judged yet look as if they had not been computed."""
         found: dict[int, str] = {}
         job, version = case.job, int(case.task["version"])
@@ -212,14 +212,14 @@ class Judge:
             if earlier := self.copies.sent_before(host_id, case.name, kind, blob, layout):
                 found[identifier] = f"it is a multiple of what this host returned for {earlier}"
             elif version > 0 and self.copies.is_step(
-                (job.id, version, kind), blob, layout, lambda: self._step(case, layout.names)
+                (job.id, version, alike), blob, layout, lambda: self._step(case, layout.names)
             ):
                 found[identifier] = f"it is a multiple of the public step from version {version - 1} to {version}"
         return found
 
-    def _look_at_norms(self, reading: Reading, layout: Layout, kind: str, suspicions: dict[int, str]) -> None:
-        """Find updates whose size is nothing like that of the latest ones of their kind."""
-        latest = self.norms.setdefault(kind, deque(maxlen=NORMS))
+    def _look_at_norms(self, reading: Reading, layout: Layout, alike: str, suspicions: dict[int, str]) -> None:
+        """Find updates whose size is nothing like that of the latest ones of their kind and number of steps."""
+        latest = self.norms.setdefault(alike, deque(maxlen=NORMS))
         for identifier, blob in reading.marks.items():
             norm = work_norm(blob, layout)
             usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm

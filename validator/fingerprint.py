@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import squared_norm
+from boinc_project.contract.update import family_of, squared_norm
 
 Array = npt.NDArray[Any]
 
@@ -119,7 +119,7 @@ def _layout(tensors: tuple[tuple[str, int], ...], limit: int) -> Layout | None:
     index = np.arange(len(names))
     marked = np.repeat(index, counts)
     owner = np.repeat(index, sizes if sizes.sum() <= _TOGETHER else 0)
-    of_family = [name.split("/", 1)[0] for name in names]
+    of_family = [family_of(name) for name in names]
     ends = np.cumsum(counts).tolist()
     first = [
         end - int(count) + rank

@@ -1,4 +1,4 @@
-"""Tries updates on held-out data, in processes of their own (boinc_project/local_run.py), while others are judged.
+"""Tries updates on held-out data (boinc_project/background_runs.py) while others are judged.
 
 Prober.gain(...)   the loss of the version minus the loss after the update; NotYet until both are known
 """
@@ -9,20 +9,17 @@ import hashlib
 import logging
 import math
 import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from boinc_project import local_run
+from boinc_project.background_runs import BackgroundRuns, Start
 from boinc_project.contract import whole_file
 from boinc_project.contract.codecs import Array
-from boinc_project.contract.errors import ContractError
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import FileRef
-from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import update_types
 from boinc_project.held_out import evaluation_microtask, held_out_batches, metric_means
 from boinc_project.job_folder import state_bytes
@@ -41,19 +38,12 @@ class NotYet(Exception):
     """The update is being tried; ask again in the next pass."""
 
 
-@dataclass
-class _Running:
-    run: local_run.LocalRun
-    types: Mapping[str, TensorType]
-    name: str
-
-
 class Prober:
     """Losses of versions and of updates on held-out batches. What is not known yet is being computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Start = local_run.start) -> None:
         self._losses: OrderedDict[Key, float] = OrderedDict()
-        self._running: dict[Key, _Running] = {}
+        self._runs: BackgroundRuns[Key] = BackgroundRuns("probe", AT_ONCE, start=start)
 
     def gain(self, job: JobRow, version: int, state: str, payload: str, update: Mapping[str, Array]) -> float:
         """How much the update with that SHA-256 lowers the loss of the version with that state; -inf if what comes out
@@ -63,7 +53,7 @@ class Prober:
         if before not in self._losses or after not in self._losses:
             base = job.folder.read_state(version, state)
             for key, values in ((before, base), (after, _applied(base, update))):
-                if key not in self._losses and key not in self._running and len(self._running) < AT_ONCE:
+                if key not in self._losses and key not in self._runs and self._runs.room:
                     self._start(job, key, values)
             raise NotYet
         if not math.isfinite(self._losses[before]):
@@ -72,17 +62,11 @@ class Prober:
 
     def stop(self) -> None:
         """End what is under way."""
-        for each in self._running.values():
-            each.run.stop()
-            shutil.rmtree(each.run.folder, ignore_errors=True)
-        self._running.clear()
+        self._runs.stop()
 
     def _start(self, job: JobRow, key: Key, state: Mapping[str, Array]) -> None:
-        local_run.remove_leftovers(job.folder.path, "probe_*_*_*")
         _, version, payload = key
-        folder = job.folder.path / f"probe_{version}_{payload[:16]}_{os.getpid()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = self._runs.folder(job.folder.path, f"{version}_{payload[:16]}")
         data = state_bytes(state)
         whole_file.write_bytes(folder / "probed.safetensors", data)
         everything = held_out_batches(job)
@@ -93,21 +77,14 @@ class Prober:
         reference = FileRef(hashlib.sha256(data).hexdigest(), len(data))
         microtask, files = evaluation_microtask(job, version, reference, folder / "probed.safetensors", chosen)
         graph = Graph.from_bytes(job.folder.evaluation_graph_path.read_bytes())
-        types = update_types(graph, "evaluation", microtask.steps)
-        self._running[key] = _Running(local_run.start(folder, microtask, files), types, job.name)
+        self._runs.begin(key, folder, microtask, files, update_types(graph, "evaluation", microtask.steps))
 
     def _collect(self) -> None:
-        for key, each in list(self._running.items()):
-            if not each.run.finished():
-                continue
-            try:
-                loss = metric_means(each.run.update(each.types))["loss"]
-            except (local_run.LocalRunFailed, ContractError) as error:
-                log.warning("[JOB %s] trying an update from version %d failed: %s", each.name, key[1], error)
-                loss = math.inf
-            shutil.rmtree(each.run.folder, ignore_errors=True)
-            del self._running[key]
-            self._losses[key] = loss
+        for each in self._runs.ended():
+            if each.update is None:
+                job, version = each.microtask.job, each.microtask.base_version
+                log.warning("[JOB %s] trying an update from version %d failed: %s", job, version, each.why)
+            self._losses[each.key] = math.inf if each.update is None else metric_means(each.update)["loss"]
             if len(self._losses) > REMEMBERED:
                 self._losses.popitem(last=False)
 

@@ -13,9 +13,9 @@ from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
 from boinc_project.rows import read_rows
 from boinc_project.store import Row
 from validator.drift import Pair, pairs_of
-from validator.voters import Records, device_of, groups_of
+from validator.voters import Records, groups_of, recorded_device
 
-_HOST = ("id", "create_time", "serialnum", "external_ip_addr")
+_HOST = ("id", "create_time", "serialnum", "external_ip_addr", "p_vendor", "p_model")
 _AT_ONCE = 500
 WINDOW_S, MOST_ROWS = 14 * 86400.0, 20_000  # judged results that the test for drift looks at
 
@@ -35,7 +35,7 @@ def read_records(connection: Connection, results: Sequence[Row]) -> Records:
         query = sa.select(gt_trust).where(gt_trust.c.host_id.in_(hosts[start : start + _AT_ONCE]))
         for row in connection.execute(query).mappings():
             trust[int(row["host_id"]), str(row["kind"])] = dict(row)
-    host_rows = read_rows(connection, host, ("id",), [(each,) for each in hosts], _HOST)
+    host_rows = read_rows(connection, host, ("id",), [(each,) for each in hosts], _host_columns(connection))
     user_rows = read_rows(connection, user, ("id",), users, ("id", "create_time"))
     version_rows = read_rows(connection, app_version, ("id",), versions, ("id", "plan_class"))
     return Records(
@@ -44,6 +44,14 @@ def read_records(connection: Connection, results: Sequence[Row]) -> Records:
         versions={int(row["id"]): row for row in version_rows.values()},
         trust=trust,
     )
+
+
+def _host_columns(connection: Connection) -> tuple[str, ...]:
+    """What is read of hosts: `misc`, too, which databases of older BOINC servers have not."""
+    if connection.dialect.name == "sqlite":
+        return (*_HOST, "misc")
+    there = {column["name"] for column in sa.inspect(connection).get_columns(host.name)}
+    return (*_HOST, "misc") if "misc" in there else _HOST
 
 
 def judged_pairs(connection: Connection, now: float) -> list[Pair]:
@@ -59,7 +67,7 @@ def judged_pairs(connection: Connection, now: float) -> list[Pair]:
     for row, result in zip(rows, results, strict=True):
         version = int(result["app_version_id"])
         plan_class = str(records.versions.get(version, {}).get("plan_class") or "")
-        serial = str(records.hosts.get(int(result["hostid"]), {}).get("serialnum") or "")
-        named = groups_of(result, plan_class, *device_of(plan_class, version, serial))
+        maker = records.hosts.get(int(result["hostid"]), {})
+        named = groups_of(result, plan_class, recorded_device(result, plan_class, maker), maker)
         groups[str(row["workunit_name"]), int(row["result_id"])] = named
     return pairs_of(rows, groups)

@@ -1,4 +1,4 @@
-"""The server's own computation of microtasks, in a process of its own, one at a time: spot checks and disputes.
+"""The server's own computation of microtasks, one at a time (boinc_project/background_runs.py): spot checks, disputes.
 
     want -> poll (starts it) -> poll (collects it) -> of(workunit name)
 
@@ -9,15 +9,13 @@ dispute, asks for the same computation again.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from boinc_project import local_run
+from boinc_project.background_runs import ONE_THREAD, BackgroundRuns, Start
 from boinc_project.contract.codecs import Array
 from boinc_project.contract.errors import ContractError
 from boinc_project.contract.microtask import (
@@ -31,7 +29,6 @@ from boinc_project.contract.microtask import (
     shard_file,
     smaller_graph_file,
 )
-from boinc_project.contract.opset import TensorType
 from boinc_project.store import JobRow
 from validator.case import Case
 
@@ -47,27 +44,21 @@ class CannotReplay(Exception):
 
 
 @dataclass
-class _Running:
-    case: Case
-    run: local_run.LocalRun
-    types: Mapping[str, TensorType]
-    since: float
-
-
-@dataclass
 class Replays:
     """The computation under way, those that wait, and what came out.
 
     state_of   the file of a version's state; None if the job has no such version
-    start      what starts a computation: boinc_project/local_run.py, or something that has its signature
+    start      what starts a computation
     """
 
     state_of: Callable[[JobRow, int], FileRef | None] = field(default=lambda job, version: None)
-    start: Callable[..., local_run.LocalRun] = local_run.start
+    start: Start = local_run.start
     waiting: OrderedDict[int, Case] = field(default_factory=OrderedDict)  # by workunit id
     finished: OrderedDict[str, Mapping[str, Array] | None] = field(default_factory=OrderedDict)
-    running: _Running | None = None
-    swept: set[Path] = field(default_factory=set)
+    running: Case | None = None
+
+    def __post_init__(self) -> None:
+        self._runs: BackgroundRuns[int] = BackgroundRuns("replay", longest_s=LONGEST_S, start=self.start)
 
     @property
     def busy(self) -> bool:
@@ -81,7 +72,7 @@ class Replays:
             log.warning("%d workunits wait for the server's own computation; lower spot_check_share", len(self.waiting))
 
     def waits(self, identifier: int) -> bool:
-        return identifier in self.waiting or (self.running is not None and self.running.case.id == identifier)
+        return identifier in self.waiting or (self.running is not None and self.running.id == identifier)
 
     def of(self, workunit_name: str) -> tuple[bool, Mapping[str, Array] | None]:
         """Whether it is done, and what came out; None if it could not be computed."""
@@ -90,54 +81,37 @@ class Replays:
     def poll(self) -> bool:
         """Collect a finished computation and start the next; returns whether anything happened."""
         happened = False
-        if self.running is not None:
-            if not self.running.run.finished() and time.monotonic() - self.running.since < LONGEST_S:
-                return False
-            self._collect(self.running)
+        for each in self._runs.ended():
+            assert self.running is not None
+            self._finish(self.running, None if each.update is None else each.update.tensors, each.why)
             self.running, happened = None, True
         while self.running is None and self.waiting:
             _, case = self.waiting.popitem(last=False)
             happened = True
             try:
-                self.running = self._start(case)
+                self._start(case)
+                self.running = case
             except (CannotReplay, ContractError, OSError) as error:
-                self._finish(case, None)
-                log.critical("%s cannot be computed by the server: %s", case, error)
+                self._finish(case, None, str(error))
         return happened
 
     def stop(self) -> None:
         """End the computation under way; it will be asked for again."""
-        if self.running is not None:
-            self.running.run.stop()
-            shutil.rmtree(self.running.run.folder, ignore_errors=True)
-            self.running = None
+        self._runs.stop()
+        self.running = None
 
-    def _start(self, case: Case) -> _Running:
+    def _start(self, case: Case) -> None:
         microtask = Microtask.from_json(str(case.task["document"]).encode())
         microtask = with_whole_state(microtask, self.state_of(case.job, microtask.base_version))
-        folder = case.job.folder.path
-        if folder not in self.swept:
-            self.swept.add(folder)
-            local_run.remove_leftovers(folder, "replay_*_*")
-        place = folder / f"replay_{case.id}_{os.getpid()}"
-        shutil.rmtree(place, ignore_errors=True)
-        backend = case.job.config.trust.replay_backend
         files = inputs(case.job, microtask)
-        run = self.start(place, microtask, files, ("--nthreads", "1", "--backend", backend))
-        types = case.job.folder.update_types(microtask.mode, microtask.steps)
-        return _Running(case, run, types, time.monotonic())
+        types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
+        place = self._runs.folder(case.job.folder.path, str(case.id))
+        arguments = (*ONE_THREAD, "--backend", case.job.config.trust.replay_backend)
+        self._runs.begin(case.id, place, microtask, files, types, arguments)
 
-    def _collect(self, running: _Running) -> None:
-        running.run.stop()
-        try:
-            self._finish(running.case, running.run.update(running.types).tensors)
-        except (local_run.LocalRunFailed, ContractError, OSError) as error:
-            self._finish(running.case, None)
-            log.critical("%s cannot be computed by the server: %s", running.case, error)
-        finally:
-            shutil.rmtree(running.run.folder, ignore_errors=True)
-
-    def _finish(self, case: Case, tensors: Mapping[str, Array] | None) -> None:
+    def _finish(self, case: Case, tensors: Mapping[str, Array] | None, why: str) -> None:
+        if tensors is None:
+            log.critical("%s cannot be computed by the server: %s", case, why)
         self.finished[case.name] = tensors
         if len(self.finished) > _KEPT:
             self.finished.popitem(last=False)

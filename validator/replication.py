@@ -16,7 +16,7 @@ target_nresults in the workunit's row, where a restart does not forget it. An ap
 
 from __future__ import annotations
 
-from validator.lottery import Lottery
+from validator.lottery import Draws
 from validator.voters import Witness
 
 #: A norm so many times larger than the median of the latest ones is looked at twice ...
@@ -28,7 +28,7 @@ LEAST_NORM = 1e-3
 
 
 def why_not_alone(
-    witness: Witness, lottery: Lottery, audit_floor: float, workunit_name: str, result_id: int, suspicion: str
+    witness: Witness, draws: Draws, audit_floor: float, workunit_name: str, result_id: int, suspicion: str
 ) -> str:
     """Why a copy needs a second one beside it; '' if it may stand alone."""
     if not witness.trusted:
@@ -37,6 +37,6 @@ def why_not_alone(
         return "its user or host is a newcomer"
     if suspicion:
         return suspicion
-    if lottery.drawn(max(audit_floor, 1.0 - witness.reliability), "audit", workunit_name, result_id):
+    if draws.drawn(max(audit_floor, 1.0 - witness.reliability), "audit", workunit_name, result_id):
         return "it is drawn for an audit"
     return ""

@@ -20,6 +20,8 @@ from boinc_project.contract.errors import InvalidResult, TransientError
 from boinc_project.contract.microtask import UPDATE_FILE
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import Update, max_update_bytes, read_update
+from boinc_project.inner_state import objection
+from boinc_project.job_config import InnerOptimizerSection
 from boinc_project.project_tree import ProjectTree
 
 # Errors of the operating system that say something about our storage, not about the volunteer's file.
@@ -89,3 +91,10 @@ def _check_weights(update: Update) -> None:
     moving = [a for name, a in update.tensors.items() if name.startswith(("gradient/", "delta/"))]
     if moving and not any(a.any() for a in moving):
         raise InvalidResult("every element of the update is zero", fault="all_zero")
+
+
+def check_inner_state(update: Update, section: InnerOptimizerSection | None) -> None:
+    """Refuse a shipped state of the inner optimizer that no gradients could have made. Raises InvalidResult."""
+    reason = "" if section is None else objection(update.tensors, section)
+    if reason:
+        raise InvalidResult(reason, fault="inner_state")

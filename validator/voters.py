@@ -5,7 +5,8 @@ Two copies are one vote if they are from
     one host, or one user (unless the admin of a private lab with one account lets hosts vote: --votes host),
     one file: the same bytes, times of the run included (validator/copies.py),
     one network (IPv4 /24, IPv6 /48), both being newcomers,
-    one family of GPUs with one driver, where the job asks for independent devices or the family is suspect.
+    one family of GPUs with one driver, where the job asks for independent devices or the family is suspect
+    (validator/devices.py: whose word that is).
 
 Being one vote is passed on: A with B and B with C makes A, B and C one. That errs on the side of one copy more. Copies
 of a blocked group, or of a host with more bad results than good ones, are no vote. What BOINC's scheduler checks when
@@ -16,21 +17,14 @@ like.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from boinc_project.reliability import is_distrusted, is_trusted, reliability
-from boinc_project.standard.plan_classes import processor_of
+from validator.devices import cpu_family, device_of, gpus_of, reported_device
 
 Row = Mapping[str, Any]
-
-#: The first field of an entry of host.serialnum, for each processor (BOINC `lib/coproc.cpp`, summary_string).
-_TYPES = {"nvidia": ("CUDA", "NVIDIA"), "amd": ("CAL", "ATI", "AMD"), "intel_gpu": ("INTEL", "intel_gpu")}
-#: Generalized app versions of the anonymous platform (result.app_version_id) and their processors.
-_ANONYMOUS = {-3: "nvidia", -4: "amd", -5: "intel_gpu", -6: "apple_gpu"}
-_ENTRY = re.compile(r"\[([^\[\]]*)\]")
 
 
 class Witness(NamedTuple):
@@ -38,7 +32,7 @@ class Witness(NamedTuple):
 
     network    its address without the last part; '' where that says nothing (unknown, private, loopback)
     newcomer   account, host or record are too young to carry a quorum
-    device     family and driver of the GPU that computed; '' for a processor
+    devices    family and driver of the GPU that computed, by each who says so; none for a processor
     groups     names of the groups that the copy belongs to (validator/drift.py)
     trusted    one copy of this host may be enough; distrusted: its copies confirm nobody
     reliability  from 0 to 1
@@ -48,7 +42,7 @@ class Witness(NamedTuple):
     host: int
     network: str = ""
     newcomer: bool = False
-    device: str = ""
+    devices: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()
     trusted: bool = False
     distrusted: bool = False
@@ -116,8 +110,9 @@ def _ties(witness: Witness, file: str, rules: Independence) -> Iterable[tuple[st
         yield "file", file
     if witness.newcomer and witness.network:
         yield "network", witness.network
-    if witness.device and rules.devices:
-        yield "device", witness.device
+    if rules.devices:
+        for name in sorted(witness.devices):
+            yield "device", name
     for name in sorted(witness.groups & rules.suspect):
         yield "suspect", name
 
@@ -143,61 +138,64 @@ class Newcomers:
     results: int = 0
 
 
-def witness_of(result: Row, kind: str, records: Records, newcomers: Newcomers, now: float) -> Witness:
-    """The maker of a result."""
+def witness_of(
+    result: Row, kind: str, records: Records, newcomers: Newcomers, now: float, said: Mapping[str, Any] | None = None
+) -> Witness:
+    """The maker of a result. `said`: what the result's file says of itself."""
     host, user = records.hosts.get(int(result["hostid"]), {}), records.users.get(int(result["userid"]), {})
     record = records.trust.get((int(result["hostid"]), kind))
     youngest = max(float(host.get("create_time") or 0), float(user.get("create_time") or 0))
     young = newcomers.days > 0 and now - youngest < newcomers.days * 86400
     unproven = newcomers.results > 0 and (record is None or int(record["valid"]) < newcomers.results)
     plan_class = str(records.versions.get(int(result["app_version_id"]), {}).get("plan_class") or "")
-    family, driver = device_of(plan_class, int(result["app_version_id"]), str(host.get("serialnum") or ""))
+    recorded, reported = recorded_device(result, plan_class, host), reported_device(said or {})
+    groups = groups_of(result, plan_class, recorded, host) | _device_groups(reported)
     return Witness(
         user=int(result["userid"]),
         host=int(result["hostid"]),
         network=network_of(str(host.get("external_ip_addr") or "")),
         newcomer=young or unproven,
-        device=f"{family} {driver}".strip(),
-        groups=groups_of(result, plan_class, family, driver),
+        devices=frozenset(" ".join(each).strip() for each in (recorded, reported) if each[0]),
+        groups=groups,
         trusted=is_trusted(record, now),
         distrusted=is_distrusted(record, now),
         reliability=reliability(record, now),
     )
 
 
-def groups_of(result: Row, plan_class: str, family: str, driver: str) -> frozenset[str]:
-    """The groups of a result: by host, user, app version, plan class, device family, device family and driver."""
-    names = [f"host:{result['hostid']}", f"user:{result['userid']}", f"version:{result['app_version_id']}"]
+def recorded_device(result: Row, plan_class: str, host: Row) -> tuple[str, str]:
+    """Family and driver of the GPU that a result was sent to, by the server's records."""
+    gpus = gpus_of(str(host.get("serialnum") or ""), str(host.get("misc") or ""))
+    return device_of(plan_class, int(result["app_version_id"]), gpus)
+
+
+def groups_of(result: Row, plan_class: str, device: tuple[str, str], host: Row) -> frozenset[str]:
+    """The groups of a result: by host, user, app version, plan class, device family, device family and driver; or by
+    the family of the processor, where that computed."""
+    names = {f"host:{result['hostid']}", f"user:{result['userid']}", f"version:{result['app_version_id']}"}
     if plan_class:
-        names.append(f"class:{plan_class}")
-    if family:
-        names.append(f"device:{family}")
-        if driver:
-            names.append(f"driver:{family} {driver}")
+        names.add(f"class:{plan_class}")
+    names |= _device_groups(device)
+    if not device[0] and (family := cpu_family(str(host.get("p_vendor") or ""), str(host.get("p_model") or ""))):
+        names.add(f"cpu:{family}")
     return frozenset(names)
 
 
-def device_of(plan_class: str, app_version_id: int, serialnum: str) -> tuple[str, str]:
-    """Family and driver of the GPU that computed; ('', '') for a processor.
+def _device_groups(device: tuple[str, str]) -> frozenset[str]:
+    family, driver = device
+    if not family:
+        return frozenset()
+    return frozenset({f"device:{family}", *({f"driver:{family} {driver}"} if driver else ())})
 
-    The app version tells which make it was for; name and driver are those that the client reported to the scheduler.
-    Both may be lies of the volunteer; who names another family than his own gains one vote of a family.
+
+def network_of(recorded: str) -> str:
+    """The /24 of an IPv4 address or the /48 of an IPv6 one; '' for one that is none, or no public one.
+
+    `recorded`: host.external_ip_addr. Behind a proxy that is a list (X-Forwarded-For), of which only the last address
+    was written by the server's own proxy; a volunteer can send the others.
     """
-    processor = processor_of(plan_class) if app_version_id > 0 else _ANONYMOUS.get(app_version_id, "cpu")
-    if processor == "cpu":
-        return "", ""
-    for entry in _ENTRY.findall(serialnum):
-        parts = entry.split("|")
-        if parts[0] in _TYPES.get(processor, ()):
-            family = parts[1].strip() if len(parts) > 1 else ""
-            return family or processor, parts[4].strip() if len(parts) > 4 else ""
-    return processor, ""
-
-
-def network_of(address: str) -> str:
-    """The /24 of an IPv4 address or the /48 of an IPv6 one; '' for one that is none, or no public one."""
     try:
-        parsed = ipaddress.ip_address(address.strip())
+        parsed = ipaddress.ip_address(recorded.rpartition(",")[2].strip())
     except ValueError:
         return ""
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:

@@ -15,27 +15,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import sqlalchemy as sa
 
-from boinc_project import clock, store
+from boinc_project import clock, size_classes, store
 from boinc_project.daemon import Options, Stopper
 from boinc_project.daemon_start import outside_faults, run, start
-from boinc_project.database import Database, workunit
+from boinc_project.database import Database, app, result, workunit
 from boinc_project.gt_tables import JobState, MicrotaskState
 from boinc_project.project_tree import ProjectTree
 from boinc_project.rows import read_rows
-from boinc_project.states import NEVER
+from boinc_project.standard.install import is_standard
+from boinc_project.states import NEVER, ServerState
 from boinc_project.store import JobRow
 from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
 from boinc_project.templates import TemplateError
-from work_generator import issue, retire, supply, workunits
+from work_generator import issue, retire, speed_classes, supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
 DEFAULT_SLEEP_S = 5.0
 TRANSITIONER_PATIENCE_S = 60.0
 WORKUNITS_PER_BATCH = 1000  # their files share two waits for the disk
 WORKUNITS_PER_COMMIT = 200
+CENSUS_SETTLED_S = 30.0
+MOST_COUNTED = 500  # newest microtasks whose hosts show how much work each speed class wants
 LEAST_FREE_BYTES = 200 << 20
 NO_ROOM = "the disk is almost full"
 STRAGGLER_COLUMNS = (
@@ -59,6 +63,7 @@ class Generator:
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
     advised: set[int] = field(default_factory=set)  # ids of jobs whose advice has been logged
+    census_read: dict[Path, float] = field(default_factory=dict)  # when it was written, as far as the feeder knows
     settled: set[str] = field(default_factory=set)  # workunits that need not be cancelled any more
 
     def __post_init__(self) -> None:
@@ -93,6 +98,7 @@ class Generator:
         with self.database.read() as connection:
             rows = store.useful_microtasks(connection, job)
             next_slot = store.next_slot(connection, job.id) if job.config.policy.flow else 0
+            withdrawn = store.withdrawn(connection, job.id) if job.config.policy.flow else []
         self._advise(job)
         for slot in supply.skipped_slots(rows):
             self._once(
@@ -106,9 +112,12 @@ class Generator:
         if self._is_failing(job, rows):
             return True
         if job.config.policy.flow:
+            rows = list({int(row["id"]): row for row in (*rows, *withdrawn)}.values())
             wanted = supply.flow_to_issue(rows, next_slot, job.config.aggregation.in_flight)
         else:
             wanted = supply.slots_to_issue(rows, job.config.train.microtasks_per_version)
+        if job.config.class_steps and wanted:
+            wanted = self._placed(job, wanted, rows)
         issued = False
         for first in range(0, len(wanted), WORKUNITS_PER_BATCH):
             self.stopper.check()
@@ -116,6 +125,40 @@ class Generator:
         if issued:
             self._wait_for_transitioner(job.appid)
         return issued or self._help_stragglers(job)
+
+    def _placed(self, job: JobRow, wanted: Sequence[supply.Issue], rows: Sequence[store.Row]) -> list[supply.Issue]:
+        """The slots with the batches and classes that they are for; none while the app lacks the classes."""
+        steps, before = job.config.class_steps, job.current_version - 1
+        with self.database.read() as connection:
+            kept = connection.execute(sa.select(app.c.name, app.c.n_size_classes).where(app.c.id == job.appid)).one()
+            if kept.n_size_classes != len(steps):
+                self._once(
+                    f"[JOB {job.name}] waits: n_size_classes of app {kept.name} is {kept.n_size_classes}, and its"
+                    f" speed_classes are {len(steps)}; see boinc-train doctor"
+                )
+                return []
+            round_before = [] if job.config.policy.flow or before < 0 else store.microtasks(connection, job.id, before)
+            recent = sorted([*rows, *round_before], key=lambda row: int(row["id"]))[-MOST_COUNTED:]
+            tasks = store.tasks_of_hosts(connection, [str(row["workunit_name"]) for row in recent])
+            hosts = {int(task["hostid"]) for task in tasks}
+            measured = size_classes.measured_speeds(connection, job.appid, hosts)
+            first = store.next_batch(connection, job.id)
+        path = size_classes.census_path(self.tree.project_dir, str(kept.name))
+        census = size_classes.read_census(path, len(steps))
+        if census is not None and is_standard(self.tree.config):
+            self._tell_feeder(path)
+        demand = speed_classes.demand_of(len(steps), census, tasks, measured)
+        return speed_classes.placed(job.config, wanted, rows, demand, first)
+
+    def _tell_feeder(self, census: Path) -> None:
+        """Have BOINC's feeder read a new census, once it is surely complete: it reads it at its start only, and ends
+        on half of one."""
+        changed = census.stat().st_mtime
+        if changed > clock.now() - CENSUS_SETTLED_S or self.options.dry_run:
+            return
+        if self.census_read.setdefault(census, changed) != changed:
+            self.census_read[census] = changed
+            (self.tree.project_dir / "reread_db").touch()
 
     def _is_failing(self, job: JobRow, rows: Sequence[store.Row]) -> bool:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""
@@ -242,6 +285,9 @@ class Generator:
         for row in rows:
             if supply.overlooked(row, counts[int(row["id"])], now) and not self.options.dry_run:
                 self._wake(row)
+        for row in rows:
+            if supply.waits_for_its_class(job.config, counts[int(row["id"])], now) and not self.options.dry_run:
+                self._offer_to_all(job, row)
         slow = [row for row in rows if supply.straggling(job.config, row, counts[int(row["id"])], now)]
         for row in slow:
             if self.options.dry_run:
@@ -261,6 +307,14 @@ class Generator:
             if self._changes(one_more):
                 log.info("[WU#%d %s] is slow: one more copy is asked for", row["id"], row["name"])
         return bool(slow) and not self.options.dry_run
+
+    def _offer_to_all(self, job: JobRow, row: store.Row) -> None:
+        """Raise the priority of a workunit's copies that wait above what hosts prefer their own class by."""
+        priority = job.config.workunit.priority + size_classes.OWN - size_classes.TOO_LARGE + 1
+        waiting = result.c.server_state.in_([int(ServerState.INACTIVE), int(ServerState.UNSENT)])
+        where = (result.c.workunitid == row["id"], waiting, result.c.priority < priority)
+        if self._changes(sa.update(result).where(*where).values(priority=priority)):
+            log.info("[WU#%d %s] waits for a host of its speed class: it is offered to all now", row["id"], row["name"])
 
     def _wake(self, row: store.Row) -> None:
         """Have the transitioner look at a workunit now, if it is still as it was read."""

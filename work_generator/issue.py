@@ -76,7 +76,9 @@ def make(job: JobRow, issues: Sequence[Issue], state: Sequence[Published]) -> li
     """The microtasks of these slots of the current version, whose published state is `state`: a keyframe and deltas."""
     drafts = []
     for issue in issues:
-        content = workunits.make_content(job.config, job.facts, job.current_version, issue.slot, *state)
+        content = workunits.make_content(
+            job.config, job.facts, job.current_version, issue.slot, *state, place=issue.place
+        )
         text, digest = content.microtask.to_json(), content.microtask.digest()
         name = workunits.workunit_name(content.microtask, digest, issue.attempt)
         file_name = workunits.microtask_file_name(content.microtask, digest)
@@ -112,7 +114,7 @@ def _insert(
     names = [(draft.name,) for draft in drafts]
     known = read_rows(connection, gt_microtask, ("workunit_name",), names, ("workunit_name",))
     new = [(draft, row) for draft, row in zip(drafts, rows, strict=True) if (draft.name,) not in known]
-    if not new:
+    if not new or (job.config.class_steps and _is_dealt_out(connection, job, [draft for draft, _ in new])):
         return []
     connection.execute(sa.insert(gt_microtask), [_microtask_row(job, draft) for draft, _ in new])
     files = []
@@ -127,6 +129,12 @@ def _insert(
     return [draft for draft, _ in new]
 
 
+def _is_dealt_out(connection: Connection, job: JobRow, drafts: Sequence[Draft]) -> bool:
+    """Whether another instance has dealt out batches since these were chosen."""
+    fresh = [draft.content.microtask.first_step for draft in drafts if not draft.issue.attempt]
+    return bool(fresh) and min(fresh) < store.next_batch(connection, job.id)
+
+
 def _microtask_row(job: JobRow, draft: Draft) -> store.Row:
     return {
         "job_id": job.id,
@@ -137,6 +145,9 @@ def _microtask_row(job: JobRow, draft: Draft) -> store.Row:
         "digest": draft.digest,
         "document": draft.text.decode("ascii"),
         "samples": draft.content.microtask.samples,
+        "first_batch": draft.content.microtask.first_step,
+        "steps": draft.content.microtask.steps,
+        "size_class": draft.content.size_class,
         "flops": float(job.facts.step_flops * draft.content.microtask.steps),
         "state": str(MicrotaskState.ISSUED),
         "create_time": int(clock.now()),

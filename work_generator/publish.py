@@ -21,6 +21,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from boinc_project import clock, store, templates
+from boinc_project import database as boinc_tables
 from boinc_project.contract import tensorfile, whole_file
 from boinc_project.contract.codecs import KINDS, PART_KINDS
 from boinc_project.contract.estimates import memory_bytes, step_flops
@@ -30,9 +31,11 @@ from boinc_project.contract.opset import OPSET
 from boinc_project.contract.update import max_update_bytes, update_types
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job, gt_version
+from boinc_project.inner_state import at_first
 from boinc_project.job_config import JobConfig, JobError
 from boinc_project.job_folder import JOBS_DIRECTORY, JobFacts, JobFolder, Published, Shard, sha256, state_file_name
 from boinc_project.project_tree import ProjectTree
+from boinc_project.standard.install import is_standard
 from work_generator.export import ExportedJob
 from work_generator.job import Job
 from work_generator.workunits import data_plan, make_content
@@ -62,13 +65,15 @@ def publish_job(
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
     graphs += exported.smaller.values()
     check_known(graphs, config, known_to_all(tree.project_dir / "apps" / app, sent))
+    if config.class_steps:
+        set_up_classes(tree, database, app, len(config.class_steps))
 
     folder = JobFolder(tree.project_dir / JOBS_DIRECTORY / config.job.name)
     publisher = Publisher(tree, config.job.name)
     facts = prepare(job, exported, folder, publisher, progress)
     _write_template(tree.project_dir / facts.output_template, facts.max_update_bytes)
     progress("publishing version 0")
-    state_path, digest, _ = folder.write_version(0, exported.state, {})
+    state_path, digest, _ = folder.write_version(0, first_state(config, exported), {})
     state = publisher.state(0, state_path.read_bytes())
 
     def insert(connection: sa.Connection) -> int:
@@ -86,6 +91,32 @@ def publish_job(
 def _check_name(connection: sa.Connection, name: str) -> None:
     if store.job_named(connection, name) is not None:
         raise JobError(f"the project already has a job {name!r}; choose another name in [job]")
+
+
+def set_up_classes(tree: ProjectTree, database: Database, app: str, classes: int) -> None:
+    """Have the app as many size classes as the job has speeds. Raises JobError.
+
+    On a standard server the administrator has to: BOINC's feeder ends without the census that belongs to them.
+    """
+    table = boinc_tables.app
+    with database.read() as connection:
+        row = connection.execute(sa.select(table.c.id, table.c.n_size_classes).where(table.c.name == app)).one()
+        running = store.jobs(connection, JobState.RUNNING, JobState.PAUSED, JobState.FAILED, appid=int(row.id))
+    if row.n_size_classes == classes:
+        return
+    for other in running:
+        if other.config.class_steps:
+            raise JobError(
+                f"speed_classes in [train] are {classes}, and the job {other.name!r} of the same app has"
+                f" {len(other.config.class_steps)}; write as many, or wait until it has finished"
+            )
+    if is_standard(tree.config):
+        raise JobError(
+            f"speed_classes in [train] are {classes}, and the app {app!r} has {row.n_size_classes} size classes;"
+            f" run boinc-train install {tree.project_dir} --app {app} --size-classes {classes}"
+        )
+    with database.transaction() as connection:
+        connection.execute(sa.update(table).where(table.c.id == row.id).values(n_size_classes=classes))
 
 
 def prepare(
@@ -113,7 +144,8 @@ def prepare(
     )
     train = _shards(job, "train", folder, publisher, progress)
     test = _shards(job, "test", folder, publisher, progress) if "test" in job.data else ()
-    types = update_types(exported.gradient, config.mode, config.steps)
+    shipped = exported.optimizer if config.ships_state else None
+    types = update_types(exported.gradient, config.mode, config.steps, shipped)
     codec = config.codec.codec()
     facts = JobFacts(
         graph=graph,
@@ -141,12 +173,21 @@ def prepare(
     return facts
 
 
+def first_state(config: JobConfig, exported: ExportedJob) -> dict[str, Array]:
+    """What version 0 is made of: parameters and buffers, and the inner optimizer's state where that is shipped."""
+    state = dict(exported.state)
+    if config.ships_state:
+        assert exported.optimizer is not None
+        state.update(at_first(exported.optimizer))
+    return state
+
+
 def local_content(job: Job, exported: ExportedJob, slot: int, place: Path) -> tuple[Microtask, dict[str, Path]]:
     """The first version's microtask for a slot, without a project: its files lie under `place`, by open name."""
     folder = JobFolder(place)
     publisher = Publisher(None, job.config.job.name)
     facts = prepare(job, exported, folder, publisher)
-    path, _, _ = folder.write_version(0, exported.state, {})
+    path, _, _ = folder.write_version(0, first_state(job.config, exported), {})
     state = publisher.state(0, path.read_bytes())
     content = make_content(job.config, facts, 0, slot, state)
     by_name = {
@@ -170,6 +211,7 @@ class Known:
     codecs: frozenset[str]
     parts: frozenset[str]  # ways of sending a part of an update
     deltas: bool  # versions that are published as deltas
+    inner_state: bool  # inner optimizers that go on from a state
 
 
 def check_known(graphs: list[Graph], config: JobConfig, known: Known) -> None:
@@ -189,11 +231,14 @@ def check_known(graphs: list[Graph], config: JobConfig, known: Known) -> None:
         raise JobError(f"an app version in use cannot send a part of an update; {newer} policy in [train]")
     if config.supply.keyframe_every > 1 and not known.deltas:
         raise JobError(f"an app version in use does not know deltas of versions; {newer} keyframe_every in [supply]")
+    if config.ships_state and not known.inner_state:
+        raise JobError(f"an app version in use cannot go on from a state; {newer} state in [inner_optimizer]")
 
 
 def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
     """What each of these app versions says that it knows (.operators.json in its folder)."""
-    operators, codecs, parts, deltas = frozenset(OPSET), frozenset(KINDS), frozenset(PART_KINDS), True
+    operators, codecs, parts = frozenset(OPSET), frozenset(KINDS), frozenset(PART_KINDS)
+    deltas = inner_state = True
     wanted = {(int(row["version_num"]), str(row["platform"]), str(row["plan_class"])) for row in sent}
     # Builds of an earlier release have no dot in front.
     for path in sorted(app_folder.glob(f"*/*/*{OPERATORS_FILE.removeprefix('.')}")):
@@ -209,7 +254,8 @@ def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:
         codecs &= {str(name) for name in both.get("codecs", ())}
         parts &= {str(name) for name in both.get("parts", ())}
         deltas &= bool(both.get("deltas"))
-    return Known(operators, codecs, parts, deltas)
+        inner_state &= bool(both.get("inner_state"))
+    return Known(operators, codecs, parts, deltas, inner_state)
 
 
 def _version_of(folder: Path) -> tuple[int, str, str] | None:

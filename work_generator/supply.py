@@ -18,6 +18,7 @@ from boinc_project.job_config import JobConfig, SupplySection
 from boinc_project.states import NEVER
 from boinc_project.store import Ended
 from boinc_project.supply_limits import MAX_ATTEMPTS
+from work_generator.speed_classes import Place
 
 Row = Mapping[str, Any]
 _OVER = (MicrotaskState.FAILED, MicrotaskState.CANCELLED)
@@ -25,10 +26,14 @@ _OVER = (MicrotaskState.FAILED, MicrotaskState.CANCELLED)
 
 @dataclass(frozen=True)
 class Issue:
-    """Make a workunit for this slot; `attempt` counts from 0. The microtask of a slot is always the same."""
+    """Make a workunit for this slot; `attempt` counts from 0. The microtask of a slot is always the same.
+
+    `place`: its batches, where microtasks have unlike numbers of them (speed_classes.py).
+    """
 
     slot: int
     attempt: int
+    place: Place | None = None
 
 
 def slots_to_issue(microtasks: Sequence[Row], slots: int) -> list[Issue]:
@@ -143,6 +148,17 @@ def straggling(
         and workunit["target_nresults"] < config.workunit.target_nresults + config.supply.extra_replicas
         and workunit["target_nresults"] < workunit["max_success_results"]
         and copies < workunit["max_total_results"]
+    )
+
+
+def waits_for_its_class(config: JobConfig, counts: Mapping[str, int], now: int) -> bool:
+    """Whether a copy has waited so long for a host of its speed class that any host may have it: that class may have
+    fewer hosts than a workunit needs."""
+    return (
+        bool(config.class_steps)
+        and counts["unsent"] > 0
+        and counts["in_progress"] + counts["over"] > 0
+        and now - counts["last_sent"] >= config.supply.straggler_after_s
     )
 
 

@@ -34,8 +34,9 @@ from boinc_project.contract.microtask import (
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, Published, Shard
+from boinc_project.plan import DataPlan, batches_from
 from boinc_project.project_tree import ProjectTree, PublishedFile
-from work_generator.plan import DataPlan, batches_of_microtask
+from work_generator.speed_classes import Place, uniform
 
 STARTUP_FLOPS = 1e10  # unpacking and importing: two to three seconds of a 4 GFLOPS core
 LEAST_FPOPS_BOUND = 3e18  # 50 minutes for a host that claims 1 PFLOPS
@@ -48,10 +49,14 @@ STATE_LIFETIME_S = 86400  # keyframes and deltas: until the next keyframe at mos
 
 @dataclass(frozen=True)
 class Content:
-    """A microtask and, by open name, the published files it needs (without microtask.json itself)."""
+    """A microtask and, by open name, the published files it needs (without microtask.json itself).
+
+    size_class   BOINC's class of the hosts that it is for; -1: for all
+    """
 
     microtask: Microtask
     files: Mapping[str, Published]
+    size_class: int = -1
 
 
 def data_plan(config: JobConfig, facts: JobFacts) -> DataPlan:
@@ -60,11 +65,16 @@ def data_plan(config: JobConfig, facts: JobFacts) -> DataPlan:
     return DataPlan(config.job.seed, rows, config.data.batch_size, facts.full_batches)
 
 
-def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, *state: Published) -> Content:
-    """The microtask for this slot over `version`, whose published state is `state`: a keyframe, and deltas if any."""
-    steps = config.steps
-    number = microtask_number(config, version, slot)
-    batches, used = batches_of_microtask(data_plan(config, facts), number, steps)
+def make_content(
+    config: JobConfig, facts: JobFacts, version: int, slot: int, *state: Published, place: Place | None = None
+) -> Content:
+    """The microtask for this slot over `version`, whose published state is `state`: a keyframe, and deltas if any.
+
+    `place`: its batches; None: those of jobs all of whose microtasks have the same number of steps.
+    """
+    place = place or uniform(config, version, slot)
+    steps = place.steps
+    batches, used = batches_from(data_plan(config, facts), place.first_batch, steps)
     files = _files(facts, state, [facts.train[shard] for shard in used])
     if config.mode == "local-steps":
         assert facts.optimizer is not None
@@ -79,15 +89,11 @@ def make_content(config: JobConfig, facts: JobFacts, version: int, slot: int, *s
         batches=batches,
         learning_rates=(config.learning_rate(version),) * steps,
         seed=config.job.seed,
-        first_step=number * steps,
+        first_step=place.first_batch,
         codec=replace(config.codec.codec(), part=part_of(config, version, slot)),
+        inner_step=config.inner_step(version),
     )
-    return Content(microtask, files)
-
-
-def microtask_number(config: JobConfig, version: int, slot: int) -> int:
-    """Counts the job's microtasks: the slots of a round, round after round; in a flow they run on by themselves."""
-    return slot if config.policy.flow else version * config.train.microtasks_per_version + slot
+    return Content(microtask, files, place.size_class)
 
 
 def part_of(config: JobConfig, version: int, slot: int) -> Part:
@@ -119,18 +125,18 @@ def microtask_file_name(microtask: Microtask, digest: str) -> str:
 
 
 class Forms:
-    """Makes workunit rows; workunits with the same shared inputs share the work of making their XML."""
+    """Makes workunit rows; workunits with the same steps and shared inputs share the work of making their XML."""
 
     def __init__(self, tree: ProjectTree, config: JobConfig, facts: JobFacts, appid: int) -> None:
         self._tree = tree
         self._config = config
         self._facts = facts
         self._appid = appid
-        self._made: dict[tuple[tuple[str, str], ...], templates.WorkunitDocument] = {}
+        self._made: dict[tuple[int, tuple[tuple[str, str], ...]], templates.WorkunitDocument] = {}
 
     def row(self, content: Content, document: PublishedFile, *, name: str, now: int) -> dict[str, Any]:
         """The workunit row to insert, all its files being published already. Raises TemplateError."""
-        key = tuple((open_name, file.name) for open_name, file in content.files.items())
+        key = content.microtask.steps, tuple((open_name, file.name) for open_name, file in content.files.items())
         form = self._made.get(key)
         if form is None:
             form = self._made[key] = self._form(content)
@@ -147,6 +153,7 @@ class Forms:
             result_template_file=self._facts.output_template,
             now=now,
             priority=self._config.workunit.priority,
+            size_class=content.size_class,
         )
 
     def _lifetime(self, open_name: str) -> int:

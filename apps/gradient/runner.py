@@ -123,6 +123,9 @@ def load(
     if memory_limit and least > memory_limit:
         raise TooLittleMemory(f"a step needs {least} bytes; this task may use {memory_limit:.0f}")
     state_types = {i.name: i.type for i in gradient.inputs_of_kind("parameter", "buffer")}
+    shipped = optimizer if microtask.ships_state else None
+    if shipped is not None:
+        state_types.update({i.name: i.type for i in shipped.inputs_of_kind("optimizer")})
     state = _take(contents(STATE_FILE), state_types, STATE_FILE)
     for number in range(microtask.delta_count):
         name = delta_file(number)
@@ -139,7 +142,7 @@ def load(
             rows = next(iter(shards[shard].values())).shape[0]
             if row >= rows:
                 raise ContractError(f"a batch names row {row} of shard {shard}, which has {rows}", fault="batch")
-    types = update_types(gradient, microtask.mode, microtask.steps)
+    types = update_types(gradient, microtask.mode, microtask.steps, shipped)
     digest = microtask.digest()
     loaded = Loaded(microtask, digest, gradient, optimizer, state, constants, shards, types, tuple(forms))
     if memory_limit:
@@ -241,7 +244,8 @@ class Run:
         self._values = {name: backend.from_numpy(array) for name, array in loaded.state.items()}
         if loaded.optimizer is not None:
             for each in loaded.optimizer.inputs_of_kind("optimizer"):
-                self._values[each.name] = backend.from_numpy(np.zeros(each.shape, each.dtype))
+                if each.name not in self._values:
+                    self._values[each.name] = backend.from_numpy(np.zeros(each.shape, each.dtype))
         self._sums: dict[str, Any] = {}
         self._metrics: dict[str, list[float]] = {
             output.name: [] for output in loaded.gradient.outputs_of_kind("metric")
@@ -323,7 +327,8 @@ class Run:
         inputs = {**self._values, **{k: v for k, v in outputs.items() if k.startswith("gradient/")}}
         inputs["weight"] = outputs["metric/weight"]
         inputs["learning_rate"] = self.backend.from_numpy(np.array(rate, np.float32))
-        inputs["step"] = self.backend.from_numpy(np.array(index, np.int64))
+        inner_step = (self.loaded.microtask.inner_step or 0) + index
+        inputs["step"] = self.backend.from_numpy(np.array(inner_step, np.int64))
         stepped = self._optimizer.run(_wanted(inputs, self.loaded.optimizer), check)
         self._values.update(stepped)
 
@@ -376,7 +381,7 @@ class Run:
                 found[name] = self.loaded.state[parameter] - self.backend.to_numpy(self._values[parameter])
             elif name.startswith("gradient/"):
                 found[name] = self.backend.to_numpy(self._sums[name])
-            elif name.startswith("buffer/"):
+            elif name.startswith(("buffer/", "optimizer/")):
                 found[name] = self.backend.to_numpy(self._values[name])
             else:
                 found[name] = np.array(self._metrics[name], np.float32)

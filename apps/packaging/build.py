@@ -491,6 +491,7 @@ def write_folder(
     (folder / OPERATORS_FILE.removeprefix(".")).unlink(missing_ok=True)  # an earlier release wrote it there
     known = {
         "operators": sorted(OPSET), "codecs": sorted(CODECS), "parts": sorted(PART_KINDS), "deltas": True,
+        "inner_state": True,
     }  # fmt: skip
     (folder / OPERATORS_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="ascii")
     return BuiltApp(

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from assimilator.policies.age import age_weight
+from assimilator.policies.anchored import anchored
 from assimilator.policies.buffered import buffered
 from assimilator.policies.decoupled_diloco import decoupled_diloco
 from assimilator.policies.delayed_nesterov import delayed_nesterov
 from assimilator.policies.diloco import diloco
 from assimilator.policies.model_mixing import fed_async, vc_asgd
 from assimilator.policies.partition import partition
-from assimilator.policies.policy import NewVersion, Policy, Round
+from assimilator.policies.policy import Anchor, NewVersion, Policy, Round
 from assimilator.policies.streaming_diloco import streaming_diloco
 from assimilator.policies.sync import sync
 from boinc_project.job_config import JobConfig
@@ -26,6 +27,7 @@ MAKERS: Mapping[str, Callable[[JobConfig], Policy]] = {
     "streaming-diloco": streaming_diloco,
     "partition": partition,
     "buffered": buffered,
+    "anchored": anchored,
     "async": fed_async,
     "vc-asgd": vc_asgd,
     "delayed-nesterov": delayed_nesterov,
@@ -38,4 +40,4 @@ def policy_of(config: JobConfig) -> Policy:
     return MAKERS[config.train.policy](config)
 
 
-__all__ = ["MAKERS", "NewVersion", "Policy", "Round", "age_weight", "policy_of"]
+__all__ = ["MAKERS", "Anchor", "NewVersion", "Policy", "Round", "age_weight", "policy_of"]

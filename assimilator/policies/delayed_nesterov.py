@@ -5,17 +5,19 @@ Liu et al. 2024, https://arxiv.org/abs/2401.09135, algorithm 3 (with c = 0), g_t
     m <- beta m + (sum of the last N g) / N,  theta <- theta - eps beta m     after every N-th
 
 A version is made of K contributions, K dividing N = momentum_every: their N-ths are applied together, and the momentum
-in every (N / K)-th version. With K = N this is DiLoCo's outer step. The published form has K = 1.
-Adapted: the paper's workers keep the state of their inner optimizer. Their number of local steps follows their speed.
+in every (N / K)-th version. With K = N this is DiLoCo's outer step. The published form has K = 1. Every contribution
+counts the same, however many steps it has taken: with DyLU (`speed_classes`) H_w = floor(v_w / v_max H).
+Adapted: the paper's workers keep the state of their inner optimizer; a volunteer begins with zeros each time. Its speed
+is that of its class of hosts (work_generator/speed_classes.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from assimilator.policies.policy import Array, Policy, Tensors, outer_step
+from assimilator.policies.policy import Array, NewVersion, OuterStep, Policy, Round, Tensors, outer_step
 from boinc_project.job_config import JobConfig
 
 
@@ -50,7 +52,17 @@ class DelayedNesterov:
         return moved, kept
 
 
+@dataclass(frozen=True)
+class Equally:
+    """An outer step over contributions that count by the reliability of their hosts alone."""
+
+    outer: OuterStep
+
+    def advance(self, round: Round) -> NewVersion:
+        return self.outer.advance(replace(round, contributions=[replace(c, equal=True) for c in round.contributions]))
+
+
 def delayed_nesterov(config: JobConfig) -> Policy:
     """The policy for a job."""
     turns = config.aggregation.momentum_every // config.train.microtasks_per_version
-    return outer_step(config, DelayedNesterov(config.optimizer.momentum, turns))
+    return Equally(outer_step(config, DelayedNesterov(config.optimizer.momentum, turns)))

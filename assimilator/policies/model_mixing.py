@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from assimilator.aggregation import keep_largest
-from assimilator.contributions import NothingToFold, float_buffers_in, in_order, loaded, parameters_in
+from assimilator.contributions import NothingToFold, averaged_in, in_order, loaded, parameters_in
 from assimilator.optimizers import writable
-from assimilator.policies.policy import Array, NewVersion, Policy, Round, buffers_of, parameters_of, state_of
+from assimilator.policies.policy import Array, NewVersion, Policy, Round, carried_of, parameters_of, state_of
 from boinc_project.contract.update import OpenUpdate
 from boinc_project.job_config import JobConfig
 
@@ -38,7 +38,7 @@ class ModelMixing:
             raise NothingToFold(f"{len(round.contributions)} contributions without weight")
         state, optimizer = round.load()
         model = {name: writable(array) for name, array in parameters_of(state).items()}
-        buffers = buffers_of(state)
+        buffers = carried_of(state)
         base, base_version = dict[str, Array](), -1
         for contribution, update in loaded(used):
             if contribution.base_version != base_version:
@@ -47,9 +47,8 @@ class ModelMixing:
             alpha = self.alpha * contribution.weight * contribution.age_weight
             for parameter, name in parameters_in(update).items():
                 _mix(model[parameter], base[parameter], update, name, alpha)
-            for name in float_buffers_in(update):
-                key = name[len("buffer/") :]
-                buffers[key] = ((1.0 - alpha) * buffers[key] + alpha * update.plain(name)).astype(np.float32)
+            for name in averaged_in(update):
+                buffers[name] = ((1.0 - alpha) * buffers[name] + alpha * update.plain(name)).astype(np.float32)
             keep_largest(buffers, update)
         return NewVersion(state_of(model, buffers), optimizer, sum(each.samples for each in used))
 

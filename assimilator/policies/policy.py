@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from assimilator.aggregation import Folded, fold
-from assimilator.contributions import Contribution
+from assimilator.contributions import CARRIED, Contribution
 from assimilator.optimizers import AdamW, Optimizer, Sgd, step_in_place
 from assimilator.rules import MIXINGS, RULES, CenteredClipping, Mixing, Rule
 from boinc_project.contract.graph import Graph
@@ -23,6 +23,14 @@ PREVIOUS = "aggregate/"
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """The server's own gradient at a version: `load` gives its matrices' singular vectors (policies/anchored.py)."""
+
+    version: int
+    load: Callable[[], Tensors]
+
+
+@dataclass(frozen=True)
 class Round:
     """What version + 1 is made of.
 
@@ -30,6 +38,7 @@ class Round:
     load            state (parameter/*, buffer/*) and optimizer state of `version`; the arrays are the caller's
     load_state      state of an earlier version that a contribution was computed from
     graph           the job's gradient graph
+    anchor          the server's own gradient, if the job's policy has one and it is there
     """
 
     version: int
@@ -37,6 +46,7 @@ class Round:
     load: Callable[[], tuple[dict[str, Array], dict[str, Array]]]
     load_state: Callable[[int], Tensors]
     graph: Callable[[], Graph]
+    anchor: Anchor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,14 +80,14 @@ class OuterStep:
     rule: Rule | None = None
     mixing: Mixing | None = None
 
-    def advance(self, round: Round) -> NewVersion:
-        """Fold the contributions and take the step."""
+    def advance(self, round: Round, change: Callable[[Folded], Folded] = lambda folded: folded) -> NewVersion:
+        """Fold the contributions, let `change` alter what came out, and take the step."""
         if not isinstance(self.rule, CenteredClipping):
-            return self.take(round, fold(round.contributions, self.rule, self.mixing))
+            return self.take(round, change(fold(round.contributions, self.rule, self.mixing)))
         previous = {n[len(PREVIOUS) :]: a for n, a in round.load()[1].items() if n.startswith(PREVIOUS)}
         folded = fold(round.contributions, self.rule, self.mixing, previous or None)
         kept = {PREVIOUS + name: array.copy() for name, array in folded.gradient.items()}
-        made = self.take(round, folded)
+        made = self.take(round, change(folded))
         return NewVersion(made.state, {**made.optimizer, **kept}, made.samples)
 
     def take(self, round: Round, folded: Folded) -> NewVersion:
@@ -92,7 +102,7 @@ class OuterStep:
         rest = {k: array for k, array in kept.items() if k.partition("/")[2] not in moved}
         number = round.version + 1
         new = step_in_place(self.optimizer, moved, folded.gradient, own, number, self.rate(round.version))
-        made = state_of({**parameters, **moved}, {**buffers_of(state), **folded.buffers})
+        made = state_of({**parameters, **moved}, {**carried_of(state), **folded.buffers})
         return NewVersion(made, {**rest, **new}, folded.samples)
 
 
@@ -129,13 +139,12 @@ def parameters_of(state: Tensors) -> dict[str, Array]:
     return {name[len("parameter/") :]: array for name, array in state.items() if name.startswith("parameter/")}
 
 
-def buffers_of(state: Tensors) -> dict[str, Array]:
-    """Buffers of a state by their names."""
-    return {name[len("buffer/") :]: array for name, array in state.items() if name.startswith("buffer/")}
+def carried_of(state: Tensors) -> dict[str, Array]:
+    """Buffers of a state, and the inner optimizer's state, by their names in it."""
+    return {name: array for name, array in state.items() if name.startswith(CARRIED)}
 
 
-def state_of(parameters: Tensors, buffers: Tensors) -> dict[str, Array]:
+def state_of(parameters: Tensors, carried: Tensors) -> dict[str, Array]:
     """The state again, by sorted names."""
-    named = {f"parameter/{name}": array for name, array in parameters.items()}
-    named.update({f"buffer/{name}": array for name, array in buffers.items()})
+    named = {**{f"parameter/{name}": array for name, array in parameters.items()}, **carried}
     return {name: named[name] for name in sorted(named)}

@@ -25,9 +25,9 @@ from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import Batch, Microtask
 from boinc_project.contract.update import read_update, update_types, write_update
 from boinc_project.job_config import InnerOptimizerSection, JobConfig
+from boinc_project.plan import DataPlan, batches_of_microtask
 from work_generator.export import ExportedJob, export_optimizer
 from work_generator.job import Job
-from work_generator.plan import DataPlan, batches_of_microtask
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]

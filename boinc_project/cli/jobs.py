@@ -214,20 +214,24 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
         store.record_file(connection, found.id, "state", published, version=version)
         connection.execute(sa.delete(gt_version).where(gt_version.c.job_id == found.id, gt_version.c.version > version))
         connection.execute(sa.delete(gt_round).where(gt_round.c.job_id == found.id, gt_round.c.version > version))
-        connection.execute(
-            sa.update(gt_ledger)
-            .where(
-                gt_ledger.c.job_id == found.id,
-                (gt_ledger.c.base_version >= version)
-                | (gt_ledger.c.applied_version > version)  # late contributions of older versions
-                | (gt_ledger.c.disposition == str(Disposition.COMMITTED)),
-            )
-            .values(disposition=str(Disposition.DROPPED), applied_version=None)
+        # Late contributions of older versions are dropped too, and their samples are dealt out again.
+        dropped = sa.and_(
+            gt_ledger.c.job_id == found.id,
+            (gt_ledger.c.base_version >= version)
+            | (gt_ledger.c.applied_version > version)
+            | (gt_ledger.c.disposition == str(Disposition.COMMITTED)),
         )
+        names = sa.select(gt_ledger.c.workunit_name).where(dropped)
         connection.execute(
             sa.update(gt_microtask)
-            .where(gt_microtask.c.job_id == found.id, gt_microtask.c.version >= version)
+            .where(
+                gt_microtask.c.job_id == found.id,
+                (gt_microtask.c.version >= version) | gt_microtask.c.workunit_name.in_(names),
+            )
             .values(state=str(MicrotaskState.CANCELLED), note=f"rolled back to version {version}")
+        )
+        connection.execute(
+            sa.update(gt_ledger).where(dropped).values(disposition=str(Disposition.DROPPED), applied_version=None)
         )
         connection.execute(
             sa.update(gt_job)
@@ -239,7 +243,7 @@ def roll_back(tree: ProjectTree, database: Database, name: str, version: int) ->
     for base_version, path in found.folder.payload_files():
         if base_version >= version:
             path.unlink(missing_ok=True)
-    for later, path in found.folder.version_files():
+    for later, path in [*found.folder.version_files(), *found.folder.anchor_files()]:
         if later > version:
             path.unlink(missing_ok=True)
 

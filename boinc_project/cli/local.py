@@ -88,7 +88,9 @@ def _run(job_toml: Path, backend: str, nthreads: int, slot: int, folder: Path) -
     microtask, files = local_content(job, made, slot, folder / "published")
     start = time.monotonic()
     arguments = ("--backend", backend, "--nthreads", str(nthreads))
-    types = update_types(made.gradient, microtask.mode, microtask.steps)
+    types = update_types(
+        made.gradient, microtask.mode, microtask.steps, made.optimizer if microtask.ships_state else None
+    )
     update = local_run.start(folder / "slot", microtask, files, arguments).update(types)
     seconds = time.monotonic() - start
     losses = update.metadata["losses"]

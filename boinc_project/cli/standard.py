@@ -12,8 +12,9 @@ from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import APP_NAME, APP_TITLE
 from boinc_project.config import find_project_dir
 from boinc_project.database import app, platform
+from boinc_project.job_config import MAX_SIZE_CLASSES
 from boinc_project.standard import install as standard
-from boinc_project.standard import steps
+from boinc_project.standard import size_steps, steps
 from boinc_project.standard.advice import advice
 from boinc_project.standard.doctor import examine
 from boinc_project.standard.doctor_tree import check_cron
@@ -29,8 +30,14 @@ PLATFORM = "x86_64-pc-linux-gnu"  # of the app version that build-app makes
 @click.argument("project_dir", type=click.Path(path_type=Path))
 @click.option("--app", "app_name", default=APP_NAME, show_default=True, help="BOINC's name of our app.")
 @click.option("--title", default=APP_TITLE, show_default=True, help="The app's name as volunteers see it.")
+@click.option(
+    "--size-classes",
+    type=click.IntRange(2, MAX_SIZE_CLASSES),
+    default=None,
+    help="BOINC's size classes of the app, for jobs with speed_classes (default: as they are).",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
-def install(project_dir: Path, app_name: str, title: str, dry_run: bool) -> None:
+def install(project_dir: Path, app_name: str, title: str, size_classes: int | None, dry_run: bool) -> None:
     """Add gradient training to the standard BOINC project in PROJECT_DIR.
 
     Checks the project, shows every change, keeps a copy of each file that it changes, and makes only those changes
@@ -39,13 +46,17 @@ def install(project_dir: Path, app_name: str, title: str, dry_run: bool) -> None
     standard.check_names(app_name, title)
     programs = standard.find_programs()
     with standard.open_project(project_dir) as project:
-        wanted = Wanted(app=app_name, title=title, programs=programs)
-        todo = steps.plan(standard.snapshot(project, app_name), wanted)
+        wanted = Wanted(app=app_name, title=title, programs=programs, size_classes=size_classes or 0)
+        there = standard.snapshot(project, app_name)
+        todo = steps.plan(there, wanted)
+        todo += size_steps.plan(there, wanted, todo)
         show_steps(todo, dry_run)
         if not dry_run:
             standard.install(project, wanted, todo)
         show_advice(project)
         show_what_next(project, app_name, bool(todo), dry_run)
+        if size_classes and todo and not dry_run:
+            click.echo(f"  touch {project.project_dir}/reread_db    (the feeder then reads the size classes)")
 
 
 def show_steps(todo: Sequence[Step], dry_run: bool) -> None:

@@ -19,8 +19,9 @@ from boinc_project import store
 from boinc_project.cli.project import open_project, project_option
 from boinc_project.cli.tables import table
 from boinc_project.database import Database, app, host, result
-from boinc_project.gt_tables import Disposition, gt_fingerprint, gt_job, gt_ledger, gt_trust, gt_version
+from boinc_project.gt_tables import Disposition, gt_job, gt_ledger, gt_recheck, gt_trust, gt_version
 from boinc_project.states import Outcome, ServerState, ValidateState
+from validator.rechecks import summary
 from validator.traces import accepted_alone
 
 DAEMON_LATE_S = 60.0
@@ -78,7 +79,7 @@ def _job_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> tuple[Ta
             job.state,
             f"{job.current_version}/{job.config.train.max_versions}",
             ago(times[-1]) if times else "",
-            escape(job.note),
+            escape("; ".join(filter(None, (job.note, anchor_note(connection, job))))),
         )
         training.add_row(
             job.name,
@@ -88,6 +89,23 @@ def _job_tables(connection: sa.Connection, jobs: list[store.JobRow]) -> tuple[Ta
             staleness(connection, job.id),
         )
     return where, training
+
+
+def anchor_note(connection: sa.Connection, job: store.JobRow) -> str:
+    """How far the server's own gradient lags behind, where the policy needs one; '' for other jobs."""
+    if job.config.train.policy != "anchored":
+        return ""
+    newest, section = store.newest_anchor(connection, job), job.config.aggregation
+    if newest < 0:
+        return "no anchor yet: versions are made without one"
+    behind = job.current_version - newest
+    if behind > section.anchor_max_age:
+        return (
+            f"anchor of version {newest} is {behind} versions old, over anchor_max_age ({section.anchor_max_age}):"
+            " versions are made without one; the server is too slow for them"
+        )
+    lags = f", {behind - section.anchor_every} more than anchor_every" if behind > section.anchor_every else ""
+    return f"anchor of version {newest}, {behind} behind{lags}"
 
 
 def staleness(connection: sa.Connection, job_id: int) -> str:
@@ -198,10 +216,12 @@ def _host_table(connection: sa.Connection, jobs: list[store.JobRow]) -> Table:
 
 def _refuted_tables(connection: sa.Connection) -> list[Table]:
     """Hosts that returned something else than their task; nothing where there are none."""
-    found = table("host", "kind", "what", title="refuted by the server's own computation")
-    if not sa.inspect(connection).has_table(gt_fingerprint.name):  # no validator of this release has run yet
+    found = table("host", "kind", "what", title="caught with wrong results")
+    if not sa.inspect(connection).has_table(gt_recheck.name):  # no validator of this release has run yet
         return []
-    query = sa.select(gt_trust).where(gt_trust.c.failed_check > 0).order_by(gt_trust.c.failed_check.desc())
+    looked_at = sa.select(gt_recheck.c.host_id).where(gt_recheck.c.kind == gt_trust.c.kind)
+    query = sa.select(gt_trust).where((gt_trust.c.failed_check > 0) | gt_trust.c.host_id.in_(looked_at))
+    query = query.order_by(gt_trust.c.failed_check.desc(), gt_trust.c.judge_time.desc())
     for row in connection.execute(query.limit(HOSTS_SHOWN)).mappings():
         found.add_row(str(row["host_id"]), escape(str(row["kind"])), escape(refutation(connection, dict(row))))
     return [found] if found.row_count else []
@@ -209,11 +229,12 @@ def _refuted_tables(connection: sa.Connection) -> list[Table]:
 
 def refutation(connection: sa.Connection, row: store.Row) -> str:
     """When the server refuted a host, and what had been accepted from it alone before; '' if it never has."""
+    again = str(summary(connection, int(row["host_id"]), str(row["kind"])))
     if not row["failed_check"]:
-        return ""
+        return f"failed an audit; {again}" if again else ""
     names = accepted_alone(connection, int(row["host_id"]), str(row["kind"]))
     unchecked = f"; accepted without a second copy before: {', '.join(names)}" if names else ""
-    return f"refuted {ago(float(row['failed_check']))}{unchecked}"
+    return f"refuted {ago(float(row['failed_check']))}{unchecked}" + (f"; {again}" if again else "")
 
 
 def _daemon_table(connection: sa.Connection) -> Table:

@@ -24,7 +24,7 @@ from validator.drift import Finding, findings
 from validator.records import blocked_groups, judged_pairs
 
 SHOWN = 30
-SORTS = ("host", "user", "version", "class", "device", "driver")
+SORTS = ("host", "user", "version", "class", "device", "driver", "cpu")
 
 
 @click.group()

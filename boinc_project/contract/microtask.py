@@ -107,6 +107,8 @@ class Microtask:
     learning_rates   one per step (inner learning rate; unused by gradients)
     seed, first_step of the random generator: step i draws with (seed, first_step + i)
     codec            draws by this microtask's seed, version and slot, whatever seed it was given with
+    inner_step       local-steps: the steps that the inner optimizer's state has seen, which is part of the state and of
+                     the update; None: it begins with zeros and is forgotten
     """
 
     job: str
@@ -120,6 +122,7 @@ class Microtask:
     seed: int
     first_step: int
     codec: Codec
+    inner_step: int | None = None
 
     def __post_init__(self) -> None:
         seed = CodecSeed(self.seed, self.base_version, self.slot)
@@ -135,6 +138,11 @@ class Microtask:
         return sum(batch.samples for batch in self.batches)
 
     @property
+    def ships_state(self) -> bool:
+        """Whether the inner optimizer's state is part of the state and of the update."""
+        return self.inner_step is not None
+
+    @property
     def shard_count(self) -> int:
         return sum(1 for name in self.files if name.startswith("shard_"))
 
@@ -148,8 +156,10 @@ class Microtask:
         return _smaller_batches(self.files)
 
     def to_json(self) -> bytes:
+        shipped = {} if self.inner_step is None else {"inner_step": self.inner_step}
         return canonical.dumps(
             {
+                **shipped,
                 "format": FORMAT,
                 "version": VERSION,
                 "job": self.job,
@@ -186,6 +196,7 @@ class Essentials(NamedTuple):
     steps: int
     codec: Codec
     graph_sha256: str
+    ships_state: bool = False
 
 
 def essentials(text: str | bytes) -> Essentials:
@@ -195,13 +206,14 @@ def essentials(text: str | bytes) -> Essentials:
     named = dict(document["codec"])
     part = Part(**named.pop("part", {}))
     codec = Codec(**named, part=part, seed=seed)
-    return Essentials(document["mode"], len(document["batches"]), codec, document["files"][GRAPH_FILE]["sha256"])
+    graph, ships_state = document["files"][GRAPH_FILE]["sha256"], "inner_step" in document
+    return Essentials(document["mode"], len(document["batches"]), codec, graph, ships_state)
 
 
 def _from_document(take: Taker) -> Microtask:
     take.only(
         "format", "version", "job", "mode", "base_version", "slot", "files", "batch_size", "batches",
-        "learning_rates", "seed", "first_step", "codec",
+        "learning_rates", "seed", "first_step", "codec", "inner_step",
     )  # fmt: skip
     if take.text("format") != FORMAT or take.integer("version") != VERSION:
         raise MicrotaskError(f"this is not a microtask of format version {VERSION}", fault="format")
@@ -226,6 +238,9 @@ def _from_document(take: Taker) -> Microtask:
     if not batches or len(rates) != len(batches):
         raise MicrotaskError(f"microtask has {len(batches)} batches and {len(rates)} learning rates", fault="steps")
     _need_files(mode, files)
+    inner_step = take.integer("inner_step", 0, 2**48) if take.has("inner_step") else None
+    if inner_step is not None and mode != "local-steps":
+        raise MicrotaskError(f"microtask of mode {mode} has no inner optimizer", fault="mode")
     job = take.text("job", 64)
     if not job.isascii() or not job.isprintable():
         raise MicrotaskError("microtask job must be printable ASCII: its name goes into logs", fault="name")
@@ -241,6 +256,7 @@ def _from_document(take: Taker) -> Microtask:
         seed=take.integer("seed", 0),
         first_step=take.integer("first_step", 0, 2**48),
         codec=Codec.from_document(take.object("codec")),
+        inner_step=inner_step,
     )
 
 

@@ -4,6 +4,7 @@ Tensors by name:
     gradient/<parameter>   float32, gradient of the summed loss           (mode gradient)
     delta/<parameter>      float32, start minus end                       (mode local-steps)
     buffer/<buffer>        the buffers after the last step                (gradient, local-steps)
+    optimizer/<name>       the inner optimizer's state after it           (local-steps whose state is shipped)
     metric/<name>          float32 [steps], summed over the samples of each step (all modes)
 The first two are encoded by the microtask's codec; the others always travel as they are. The file is a
 tensor file (tensorfile.py), in one zstd frame if the codec says so. Its metadata is a stranger's text: it
@@ -43,8 +44,9 @@ class Update:
     metadata: Mapping[str, Any]
 
 
-def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
-    """Name -> type of every tensor that a microtask of this mode over this graph gives back."""
+def update_types(graph: Graph, mode: str, steps: int, shipped: Graph | None = None) -> dict[str, TensorType]:
+    """Name -> type of every tensor that a microtask of this mode over this graph gives back. `shipped`: the graph of
+    the inner optimizer, if its state is."""
     types = graph.output_types()
     found: dict[str, TensorType] = {}
     for output in graph.outputs:
@@ -54,7 +56,15 @@ def update_types(graph: Graph, mode: str, steps: int) -> dict[str, TensorType]:
             found[output.name] = types[output.name]
         elif output.kind == "gradient" and mode == "local-steps":
             found["delta/" + output.name[len("gradient/") :]] = types[output.name]
+    if shipped is not None:
+        found.update({each.name: each.type for each in shipped.inputs_of_kind("optimizer")})
     return found
+
+
+def family_of(name: str) -> str:
+    """The tensors of an update with which one is compared: of an optimizer's state each kind of moment is one."""
+    family, _, rest = name.partition("/")
+    return f"{family}.{rest.rpartition('.')[2]}" if family == "optimizer" else family
 
 
 def file_types(types: Mapping[str, TensorType], codec: Codec) -> Mapping[str, FileTensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from boinc_project.server.scheduler_service import Answer, Held
+from boinc_project.server.scheduler_service import Answer, Held, Posted
 
 #: Seconds between looks for new results.
 LOOK_INTERVAL_S = 0.1
@@ -32,7 +32,7 @@ class HeldReplies:
 
     def __init__(
         self,
-        answer: Callable[[bytes | Held], Awaitable[Answer]],
+        answer: Callable[[Posted | Held], Awaitable[Answer]],
         *,
         results_made: Callable[[], int],
         hold_s: float,
@@ -44,11 +44,11 @@ class HeldReplies:
         self._is_stopping = is_stopping
         self._held = 0
 
-    async def answer(self, body: bytes, is_gone: Callable[[], bool]) -> bytes:
-        """The reply to a request body; `is_gone` tells that the client has hung up."""
+    async def answer(self, posted: Posted, is_gone: Callable[[], bool]) -> bytes:
+        """The reply to a request; `is_gone` tells that the client has hung up."""
         # Counted before the first answer, so that no result made since can be missed.
         seen = self._results_made()
-        answer = await self._answer(body)
+        answer = await self._answer(posted)
         if answer.held is None or self._hold_s <= 0 or self._held >= MAX_HELD:
             return answer.reply
         self._held += 1

@@ -26,6 +26,8 @@ from boinc_project.gt_tables import JobState, gt_job
 from boinc_project.project_tree import ProjectTree
 from boinc_project.server import accounts, uploads
 from boinc_project.server.messages import MAX_REQUEST_BYTES
+from boinc_project.server.remote import remote_address
+from boinc_project.server.scheduler_service import Posted
 from boinc_project.server.uploads import HeaderReader, SizeQuery, Status, Upload, UploadHeader, UploadRefused
 from boinc_project.states import FileDeleteState
 
@@ -45,8 +47,8 @@ BAD_PASSWORD_DELAY_S = 1.0
 #: The `<server_version>` told to clients.
 SERVER_VERSION = "8.3.0"
 
-#: Request body, and whether the client has hung up -> reply body.
-Answer = Callable[[bytes, Callable[[], bool]], Awaitable[bytes]]
+#: A request, and whether the client has hung up -> reply body.
+Answer = Callable[[Posted, Callable[[], bool]], Awaitable[bytes]]
 
 _XML = {"Content-Type": "text/xml"}
 _TEXT = {"Content-Type": "text/plain"}
@@ -201,7 +203,9 @@ class Rim:
 
     async def scheduler(self, request: web.Request) -> web.Response:
         body = await _bounded_body(request, MAX_REQUEST_BYTES)
-        reply = await self.answer_scheduler(body, lambda: request.transport is None)
+        forwarded = request.headers.getall("X-Forwarded-For", [])
+        address = remote_address(request.remote, forwarded, self.config.master_url)
+        reply = await self.answer_scheduler(Posted(body, address), lambda: request.transport is None)
         return web.Response(body=reply, headers=_XML)
 
     # Uploads.

@@ -65,6 +65,7 @@ class Coprocessor:
     type: str  # BOINC's name in app versions: NVIDIA, ATI, intel_gpu or another
     count: int = 0
     name: str = ""
+    driver: str = ""
     request_seconds: float = 0.0
     request_instances: float = 0.0
     peak_flops: float = 0.0  # as claimed; clamp before use
@@ -163,6 +164,7 @@ class SchedulerRequest:
     other_results: frozenset[str] = frozenset()  # what the client still has, reported ones excluded
     other_results_complete: bool = False  # False: no list was sent, or it was too long to be trusted
     files: tuple[str, ...] = ()  # sticky files on the host
+    remote_address: str = ""  # that it came from, as the server saw it (server/remote.py)
     is_repeat: bool = False  # the server itself asks again for work, for a client whose reply is held
 
     @property
@@ -383,6 +385,7 @@ def _coproc(kind: str, element: etree._Element) -> Coprocessor:
         type=kind,
         count=_integer(fields, "count", 0, 0, 1024),
         name=_text(fields, "name"),
+        driver=_driver(fields, opencl),
         request_seconds=_seconds(fields, "req_secs"),
         request_instances=_number(fields, "req_instances", high=1024),
         peak_flops=_number(fields, "peak_flops"),
@@ -395,6 +398,12 @@ def _coproc(kind: str, element: etree._Element) -> Coprocessor:
         cuda_version=_integer(fields, "cudaVersion"),
         compute_capability=100 * _integer(fields, "major", high=1000) + _integer(fields, "minor", high=99),
     )
+
+
+def _driver(fields: _Fields, opencl: etree._Element | None) -> str:
+    """The driver's version, as BOINC's lib/coproc.cpp (summary_string_json) chooses it."""
+    own = _text(fields, "drvVersion", 64) or _text(fields, "CALVersion", 64)
+    return own or ("" if opencl is None else _text(_fields(opencl), "opencl_driver_version", 64))
 
 
 def _opencl_cpus(host_info: etree._Element | None) -> tuple[OpenclVersion, ...]:

@@ -2,7 +2,7 @@
 
 Bird's eye view, in call order: `serve` (signals, stop file) -> `EmbeddedServer.start` (lock, port, threads)
 -> `SchedulerQueue` (requests that wait together are answered in one commit) and `HeldReplies` before it
--> `_housekeeping` (transitioner and file deleter) -> `EmbeddedServer.stop`.
+-> `_housekeeping` (transitioner, size regulator and file deleter) -> `EmbeddedServer.stop`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from boinc_project.project_tree import ProjectTree
 from boinc_project.server.file_deleter import FileDeleter
 from boinc_project.server.held_replies import HeldReplies
 from boinc_project.server.http_rim import Rim
-from boinc_project.server.scheduler_service import INDEXES, Answer, Held, SchedulerService
+from boinc_project.server.scheduler_service import INDEXES, Answer, Held, Posted, SchedulerService
+from boinc_project.server.size_regulator import SizeRegulator
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.uploads import UploadStore
 from boinc_project.signing import KeyFormatError
@@ -107,9 +108,9 @@ class ProjectLock:
 class SchedulerQueue:
     """Hands waiting scheduler requests, as many as there are, to one thread and one commit."""
 
-    def __init__(self, answer: Callable[[Sequence[bytes | Held]], list[Answer]]) -> None:
+    def __init__(self, answer: Callable[[Sequence[Posted | Held]], list[Answer]]) -> None:
         self._answer = answer
-        self._waiting: queue.SimpleQueue[tuple[bytes | Held, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Posted | Held, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +120,7 @@ class SchedulerQueue:
         self._waiting.put(None)
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
-    async def answer(self, asked: bytes | Held) -> Answer:
+    async def answer(self, asked: Posted | Held) -> Answer:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.put((asked, future))
         return await future
@@ -134,7 +135,7 @@ class SchedulerQueue:
             stopping = None in batch
             self._serve([each for each in batch if each is not None])
 
-    def _serve(self, batch: list[tuple[bytes | Held, asyncio.Future[Answer]]]) -> None:
+    def _serve(self, batch: list[tuple[Posted | Held, asyncio.Future[Answer]]]) -> None:
         if not batch:
             return
         try:
@@ -254,13 +255,14 @@ class EmbeddedServer:
     def _build(self) -> None:
         key = self.tree.upload_private()
         self._transitioner = Transitioner(self.db, self.config, upload_key=key)
+        self._regulator = SizeRegulator(self.tree, self.db)
         service = SchedulerService(self.tree, self.db, self._transitioner)
         self._queue = SchedulerQueue(service.answer)
         store = UploadStore(self.tree)
         self._file_deleter = FileDeleter(self.tree, self.db, store)
         held_replies = HeldReplies(
             self._queue.answer,
-            results_made=lambda: self._transitioner.results_made,
+            results_made=lambda: self._transitioner.results_made + self._regulator.released,
             hold_s=self.config.gt_hold_dry_reply,
             is_stopping=self._stopping.is_set,
         )
@@ -303,6 +305,7 @@ class EmbeddedServer:
         while not self._stopping.wait(pause):
             try:
                 self._transitioner.run_once()
+                self._regulator.run_once()
                 if time.monotonic() >= delete_at:
                     delete_at = time.monotonic() + FILE_DELETE_INTERVAL_S
                     self._file_deleter.run_once()

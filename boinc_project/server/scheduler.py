@@ -1,7 +1,8 @@
 """The scheduler's decisions: a request and what the database says give a reply and changes. Pure.
 
 Sources: BOINC `sched/handle_request.cpp` (who asks), `sched/sched_result.cpp` (reports),
-`sched/sched_resend.cpp` (lost results), `sched/sched_send.cpp` (limits, feasibility, sending). In call order:
+`sched/sched_resend.cpp` (lost results), `sched/sched_send.cpp` (limits, feasibility, sending), `sched/sched_score.cpp`
+(size classes). In call order:
 `identify` says which account and host a request belongs to, `decide` what happens, `complete_reply` puts the
 files' XML in.
 
@@ -14,10 +15,12 @@ Not here: SQL (`scheduler_service.py`), XML (`messages.py`), the choice of app v
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from boinc_project import size_classes
 from boinc_project.config import ProjectConfig
 from boinc_project.server.messages import (
     AppPart,
@@ -164,6 +167,7 @@ class Snapshot:
     more_candidates: bool = False  # whether there may be further ones
     speeds: Mapping[int, Row] = field(default_factory=dict)  # host_app_version rows by app_version_id
     code_sign_key: str = ""
+    census: Mapping[int, Sequence[float]] = field(default_factory=dict)  # quantiles by app id, of those with classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,7 +576,30 @@ def host_columns(request: SchedulerRequest, user: Row, now: int) -> dict[str, An
         "product_name": info.product_name,
         "p_ngpus": sum(coproc.count for coproc in request.coprocs),
         "serialnum": " ".join(f"[{c.type}|{c.name}|{c.count}]" for c in request.coprocs)[:254],
+        "misc": _misc(request),
+        **({"external_ip_addr": request.remote_address} if request.remote_address else {}),
     }
+
+
+#: BOINC's words for makes of GPUs in host.misc.
+_MAKES = {"NVIDIA": "nvidia", "ATI": "amd", "intel_gpu": "intel", "apple_gpu": "apple"}
+
+
+def _misc(request: SchedulerRequest) -> str:
+    """The host's GPUs as BOINC 8.3 keeps them in host.misc (sched/sched_host.cpp), as JSON."""
+
+    def plain(text: str) -> str:
+        return text.replace("\\", "").replace('"', "")
+
+    gpus = [
+        {
+            "type": _MAKES.get(each.type, each.type), "model": plain(each.name), "count": each.count,
+            "ram_mb": int(min(each.memory_bytes, 1e15)) >> 20, "driver_version": plain(each.driver),
+            "opencl_version": str(each.opencl.version),
+        }
+        for each in request.coprocs
+    ]  # fmt: skip
+    return json.dumps({"gpus": gpus}, indent=4) if gpus else ""
 
 
 @dataclass
@@ -659,7 +686,7 @@ class _Sender:
         if any(each.is_wanted and each.room < 1 for each in self.wanted.values()):
             self._because("This computer has reached a limit on tasks in progress")
         workunits: set[int] = set()
-        for row in self.snapshot.candidates:
+        for row in self._in_order():
             if len(self.sent) >= limit or not any(each.is_open for each in self.wanted.values()):
                 break
             if row["workunitid"] in workunits and self._one_per_workunit():
@@ -672,6 +699,37 @@ class _Sender:
             self._take(row, version)
         if not self.sent:
             self._explain()
+
+    def _in_order(self) -> Iterator[Row]:
+        """The candidates; where an app has size classes, by BOINC's score, those with equal ones as they were.
+
+        The score depends on the processor that would get the next one, so it is taken anew after each.
+        """
+        if not self.snapshot.census:
+            yield from self.snapshot.candidates
+            return
+        left = list(self.snapshot.candidates)
+        while left:
+            scores = [self._score(row) for row in left]
+            yield left.pop(scores.index(max(scores)))
+
+    def _score(self, row: Row) -> int:
+        """Priority, and how well its size fits the host (BOINC `sched/sched_score.cpp`)."""
+        census, version = self.snapshot.census.get(row["appid"]), self._best(row)
+        if census is None or version is None:
+            return int(row["priority"])
+        speed = version.flops * size_classes.available(self.request.host, bool(version.gpus))
+        fit = size_classes.preference(size_classes.size_class(census, speed), row["wu_size_class"])
+        return int(row["priority"]) + fit
+
+    def _best(self, row: Row) -> UsableVersion | None:
+        """The fastest version of the result's app for a processor that still wants work, whatever the quota."""
+        open_ones = (each for each in self.usable.get(row["appid"], []) if self._is_open(each))
+        return next(open_ones, None)
+
+    def _is_open(self, version: UsableVersion) -> bool:
+        wanted = self.wanted.get(version.resource)
+        return wanted is not None and wanted.is_open
 
     def _limit_per_request(self) -> float:
         gpus = sum(coproc.count for coproc in self.request.coprocs)
@@ -691,8 +749,7 @@ class _Sender:
         if self.snapshot.apps[row["appid"]]["homogeneous_app_version"] and row["wu_app_version_id"]:
             versions = [each for each in versions if each.id == row["wu_app_version_id"]]
         for version in versions:
-            wanted = self.wanted.get(version.resource)
-            if wanted is None or not wanted.is_open:
+            if not self._is_open(version):
                 continue
             if self._over_quota(version):
                 self._because("This computer has finished a daily quota of tasks")

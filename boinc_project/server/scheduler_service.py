@@ -33,6 +33,7 @@ from boinc_project.server.scheduler import Changes, Decision, Documents, Identit
 from boinc_project.server.statements import Statement, insert_row, update_row
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.versions import VersionTable, read_plan_classes
+from boinc_project.size_classes import census_path, quantiles, read_census
 from boinc_project.states import Outcome, ServerState
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ _MAX_ZOMBIES = 20
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS gt_unsent ON result (priority DESC, workunitid, id) WHERE server_state = 2",
     "CREATE INDEX IF NOT EXISTS gt_in_progress ON result (hostid) WHERE server_state = 4",
+    "CREATE INDEX IF NOT EXISTS gt_inactive ON result (appid, size_class) WHERE server_state = 1",
 )
 
 _U, _H, _R, _W = database.user, database.host, database.result, database.workunit
@@ -79,6 +81,7 @@ _JOINED = (
             "sent_time",
             "received_time",
             "report_deadline",
+            "priority",
         )
     ),
     *(
@@ -95,6 +98,7 @@ _JOINED = (
             "canonical_resultid",
             "app_version_id",
             "app_version_num",
+            "size_class",
         )
     ),
 )
@@ -153,6 +157,14 @@ _WATCH_DEADLINE = Statement(
 
 
 @dataclass(frozen=True)
+class Posted:
+    """A request as it came: its body, and the address that it came from ('' if that is not known)."""
+
+    body: bytes
+    address: str = ""
+
+
+@dataclass(frozen=True)
 class Held:
     """A request whose reply, without work, may wait for new results; asked again, it is only for work."""
 
@@ -208,8 +220,8 @@ class SchedulerService:
         self._static = _StaticTables(tree)
         self._must_last = False  # whether the transaction in progress changes what must not be lost
 
-    def answer(self, asked: Sequence[bytes | Held]) -> list[Answer]:
-        """The answer to each request body or held request, in order, after one commit for all.
+    def answer(self, asked: Sequence[Posted | Held]) -> list[Answer]:
+        """The answer to each request or held request, in order, after one commit for all.
 
         The commit is durable, unless it holds nothing but what the hosts say of themselves.
         """
@@ -246,9 +258,9 @@ class SchedulerService:
         """The same for one request that is a record already: what the simulator's hosts ask. Nothing is held."""
         return self.db.serialized(lambda connection: self._handle(connection, request)[0])
 
-    def _parsed(self, body: bytes) -> SchedulerRequest | RequestError:
+    def _parsed(self, posted: Posted) -> SchedulerRequest | RequestError:
         try:
-            return parse_request(body)
+            return replace(parse_request(posted.body), remote_address=posted.address)
         except RequestError as error:
             return error
 
@@ -410,10 +422,15 @@ class SchedulerService:
             more_candidates=more,
             speeds={row["app_version_id"]: row for row in speeds},
             code_sign_key=self.code_sign_key,
+            census=static.census,
         )
 
     def _look(self, connection: Connection, userid: int, hostid: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """The first unsent results that this host may get, and whether there may be more than these."""
+        """The first unsent results that this host may get, and whether there may be more than these.
+
+        Where hosts prefer results of their size, enough to hold some of each.
+        """
+        limit = MAX_CANDIDATES if self._static.census else limit
         rows = self._candidates.rows(connection, limit=limit, **self._owner(userid, hostid))
         return [row for row in rows if row["appid"] in self._static.apps], len(rows) == limit
 
@@ -477,13 +494,15 @@ class SchedulerService:
 
 
 class _StaticTables:
-    """Apps, app versions and plan classes, read again when they are older than STATIC_TABLES_TTL_S."""
+    """Apps, app versions, plan classes and censuses, read again when they are older than STATIC_TABLES_TTL_S."""
 
     def __init__(self, tree: ProjectTree) -> None:
+        self._project_dir = tree.project_dir
         self._plan_class_file = tree.project_dir / "plan_class_spec.xml"
         self._read_at = float("-inf")
         self.apps: dict[int, dict[str, Any]] = {}
         self.versions = VersionTable()
+        self.census: dict[int, tuple[float, ...]] = {}
 
     def current(self, connection: Connection, now: float) -> _StaticTables:
         if not 0 <= now - self._read_at < STATIC_TABLES_TTL_S:
@@ -492,8 +511,18 @@ class _StaticTables:
                 versions=_VERSIONS.rows(connection),
                 plan_classes=read_plan_classes(self._plan_class_file),
             )
+            self.census = {
+                row["id"]: self._census(row["name"], row["n_size_classes"])
+                for row in self.apps.values()
+                if row["n_size_classes"] > 1
+            }
             self._read_at = now
         return self
+
+    def _census(self, app_name: str, classes: int) -> tuple[float, ...]:
+        """The quantiles; before the first census all hosts are of the fastest class."""
+        found = read_census(census_path(self._project_dir, app_name), classes)
+        return quantiles((), classes) if found is None else found
 
 
 def _most_jobs(request: SchedulerRequest, room: float) -> int:

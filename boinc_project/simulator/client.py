@@ -232,6 +232,7 @@ class Client:
             hostid=self.hostid,
             rpc_seqno=self._seqno,
             core_client_version=CLIENT_VERSION,
+            remote_address=self.host.address,
             allow_multiple_clients=True,
             work_req_seconds=missing,
             cpu_req_secs=missing,

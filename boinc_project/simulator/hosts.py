@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import ipaddress
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ class Host:
     active       when it is on: (from, to), ascending, without overlaps; the last `to` may be infinite
     period       seconds after which `active` begins again; 0: never, and after the last one the host is gone for good
     leaves       when it is gone for good in any case
+    address      that the scheduler sees; by default one in a network of its own
     """
 
     name: str
@@ -39,8 +42,14 @@ class Host:
     active: tuple[Interval, ...] = ((0.0, math.inf),)
     period: float = 0.0
     leaves: float = math.inf
+    address: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.address or own_address(self.name))
+        try:
+            ipaddress.ip_address(self.address)
+        except ValueError:
+            raise HostsError(f"host {self.name}: {self.address[:50]!r} is no IP address") from None
         numbers = (self.flops, self.down, self.up)
         if not all(math.isfinite(value) and value > 0 for value in numbers):
             raise HostsError(f"host {self.name}: speed and bandwidth must be above 0, not {numbers}")
@@ -78,6 +87,12 @@ class Host:
                 break
             total += min(end, until) - start
         return total
+
+
+def own_address(name: str) -> str:
+    """A public IPv6 address in a /48 that hosts of other names are not in (but for one chance in 2^36)."""
+    network = int.from_bytes(hashlib.sha256(name.encode()).digest()[:5], "big") >> 4
+    return str(ipaddress.IPv6Address(0x2A0 << 116 | network << 80 | 1))
 
 
 def with_departures(hosts: Sequence[Host], share: float, horizon: float, seed: int) -> list[Host]:

@@ -15,6 +15,7 @@ import psutil
 import sqlalchemy as sa
 
 from assimilator.__main__ import Assimilator
+from assimilator.anchors import Anchors
 from assimilator.apply import Applier
 from assimilator.evaluation import Evaluator
 from boinc_project import app_versions, clock, database, store
@@ -26,6 +27,7 @@ from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server.file_deleter import FileDeleter
 from boinc_project.server.messages import SchedulerReply, SchedulerRequest
 from boinc_project.server.scheduler_service import INDEXES, SchedulerService
+from boinc_project.server.size_regulator import SizeRegulator
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.server.uploads import COMPLETED_MODE, UploadStore
 from boinc_project.simulator.client import read_workunit
@@ -84,25 +86,32 @@ class PrivateProject:
         self._disk = folder / "disk"
         self._disk.mkdir()
         self.transitioner = Transitioner(self.db, self.tree.config, upload_key=None, clock=clock.now)
+        self._has_classes = bool(job.config.class_steps)
+        self.regulator = SizeRegulator(self.tree, self.db, clock=clock.now)
         self.scheduler = SchedulerService(self.tree, self.db, self.transitioner, clock=clock.now)
         self.uploads = UploadStore(self.tree)
         self.file_deleter = FileDeleter(self.tree, self.db, self.uploads, clock=clock.now)
         stopper, passes = Stopper(self.tree.project_dir), Options(one_pass=True)
         self.generator = Generator(
-            passes, self.tree, self.db, self.appid, stopper, wait=lambda seconds: self._transition()
+            passes, self.tree, self.db, self.appid, stopper, wait=lambda seconds: self.transition()
         )
-        self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now)
-        self.validator.replays.start = Evaluation  # type: ignore[assignment]
-        evaluator = Evaluator(self.db, Evaluation)
+        self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now, start=Evaluation)
         self.assimilator = Assimilator(
-            passes, self.tree, self.db, self.appid, stopper, Applier(self.db, self.tree), evaluator
-        )
+            passes, self.tree, self.db, self.appid, stopper, Applier(self.db, self.tree),
+            Evaluator(self.db, Evaluation), Anchors(self.db, Evaluation),
+        )  # fmt: skip
 
     def close(self) -> None:
         self.db.close()
 
-    def _transition(self) -> None:
+    def transition(self) -> None:
+        """What the embedded server does several times a second."""
         self.transitioner.run_once()
+        self._regulate()
+
+    def _regulate(self) -> None:
+        if self._has_classes:
+            self.regulator.run_once()
 
     @property
     def job(self) -> JobRow:
@@ -127,6 +136,8 @@ class PrivateProject:
     def ask(self, request: SchedulerRequest) -> SchedulerReply:
         """A scheduler RPC; the files that its reply names stay on the hosts' disk."""
         reply = self.scheduler.reply_to(request)
+        if reply.results or request.results:
+            self._regulate()
         for text in reply.workunits:
             for file in read_workunit(text).files:
                 self._fetch(file.name)

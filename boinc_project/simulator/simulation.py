@@ -196,7 +196,7 @@ class Simulation:
         self._ticks.pop(name, None)
         self._last_pass[name] = self.events.now
         worked = self._passes[name]()
-        self.project.transitioner.run_once()
+        self.project.transition()
         if not worked:
             return
         if name == "assimilator":
@@ -215,7 +215,7 @@ class Simulation:
 
     def _idle(self) -> None:
         """What only time brings about: deadlines, stragglers, storage that is back."""
-        self.project.transitioner.run_once()
+        self.project.transition()
         self._look_at_the_job()
         for name in self._passes:
             after = LONG_IDLE_S

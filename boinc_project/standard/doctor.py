@@ -23,6 +23,7 @@ from boinc_project.standard import (
     doctor_database,
     doctor_downloads,
     doctor_heartbeats,
+    doctor_sizes,
     doctor_tree,
     doctor_uploads,
     schema,
@@ -57,6 +58,7 @@ DATABASE: Sequence[DatabaseCheck] = (
     doctor_database.check_clock,
     doctor_heartbeats.check_heartbeats,
     doctor_database.check_apps,
+    doctor_sizes.check_sizes,
     doctor_database.check_jobs,
     doctor_database.check_queue,
 )

@@ -103,11 +103,6 @@ def _app_settings(name: str, row: Mapping[str, Any]) -> Iterator[Finding]:
         yield error(
             f"the weight of the app {name} is {row['weight']:g}", f"set weight to 1 {where}: the feeder skips it"
         )
-    if row["n_size_classes"] > 1:
-        yield warning(
-            f"n_size_classes of {name} is {row['n_size_classes']}, but our workunits have no size class (-1)",
-            f"set n_size_classes to 0 {where}, or the scheduler ranks hosts by sizes that mean nothing",
-        )
     if row["target_nresults"] > 1:
         yield warning(
             f"target_nresults of {name} is {row['target_nresults']}: BOINC's adaptive replication",

@@ -275,6 +275,8 @@ def _apply(project: Standard, step: Step, wanted: Wanted, moment: str) -> None:
             ) from error
     elif first.kind == "app":
         _activate_app(project.database, wanted)
+    elif first.kind == "classes":
+        _set_classes(project.database, first.path, int(first.content))
     elif first.kind == "link":
         _link(path, first.content)
     else:
@@ -289,6 +291,11 @@ def _activate_app(database: Database, wanted: Wanted) -> None:
     app_versions.add_app(database, wanted.app, steps.title_in_database(wanted.title))
     with database.transaction() as connection:
         connection.execute(sa.update(app).where(app.c.name == wanted.app).values(deprecated=0))
+
+
+def _set_classes(database: Database, name: str, classes: int) -> None:
+    with database.transaction() as connection:
+        connection.execute(sa.update(app).where(app.c.name == name).values(n_size_classes=classes))
 
 
 def _link(path: Path, target: str) -> None:
@@ -350,6 +357,7 @@ def describe(change: Change) -> str:
         "create": f"{change.path}: remove, if nobody else has written in it",
         "link": f"{change.path}: " + (f"link to {change.before} again" if change.before else "remove the link"),
         "app": f"database: remove the app {change.path}, or deprecate it where there is work of it",
+        "classes": f"database: n_size_classes of the app {change.path} is {change.before or 0} again",
         "tables": f"database: drop the table {change.path} and all that is in it",
     }[change.kind]
 
@@ -402,6 +410,8 @@ def _undo(project: Standard, change: Change, moment: str) -> str:
                 path.unlink()
     elif change.kind == "app":
         return _undo_app(project.database, change)
+    elif change.kind == "classes":
+        _set_classes(project.database, change.path, int(change.before or 0))
     elif change.kind == "tables":
         with project.database.transaction() as connection:
             gt_metadata.tables[change.path].drop(connection, checkfirst=True)

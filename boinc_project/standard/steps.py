@@ -33,11 +33,13 @@ _ROOTS = {CONFIG: "boinc", AUX: "config", PROJECT: "boinc", SPEC: "plan_classes"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What to install. `programs` maps each daemon to the program that the link in bin/ points to."""
+    """What to install. `programs` maps each daemon to the program that the link in bin/ points to; `size_classes` of
+    the app are for jobs with speed_classes (size_steps.py), 0: as they are."""
 
     app: str
     title: str
     programs: Mapping[str, Path]
+    size_classes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def template_paths(app: str) -> tuple[str, str]:
 
 def files_looked_at(app: str) -> tuple[str, ...]:
     """Every file whose contents a plan depends on."""
-    return (CONFIG, AUX, PROJECT, SPEC, *template_paths(app))
+    return (CONFIG, AUX, PROJECT, SPEC, *template_paths(app), f"size_census_{app}")
 
 
 def plan(there: Snapshot, wanted: Wanted) -> list[Step]:
@@ -152,7 +154,7 @@ def _plan_classes(there: Snapshot) -> Iterator[Step]:
         known = {editing.text_of(text, each.find("name")) for each in (root.all("plan_class") if root else ())}
         if plan_class.name not in known:
             title = f"the plan class {plan_class.name}, {plan_class.about}"
-            step = _insertion(SPEC, data, ("plan_classes",), plan_class.lines(), title)
+            step = insertion(SPEC, data, ("plan_classes",), plan_class.lines(), title)
             data = step.after
             yield step
 
@@ -172,7 +174,7 @@ def _job_limit(there: Snapshot, wanted: Wanted) -> Iterator[Step]:
         "</app>",
     ]
     title = f"at most {JOBS_IN_PROGRESS} tasks of {wanted.app} in progress for each processor and GPU"
-    yield _insertion(AUX, data, ("config", "max_jobs_in_progress"), lines, title, app=wanted.app)
+    yield insertion(AUX, data, ("config", "max_jobs_in_progress"), lines, title, app=wanted.app)
 
 
 def _project_xml(there: Snapshot, wanted: Wanted) -> Iterator[Step]:
@@ -190,7 +192,7 @@ def _project_xml(there: Snapshot, wanted: Wanted) -> Iterator[Step]:
         f"    <user_friendly_name>{editing.quoted(title)}</user_friendly_name>",
         "</app>",
     ]
-    yield _insertion(PROJECT, data, ("boinc",), lines, f"the app {wanted.app}, as bin/xadd reads it", app=wanted.app)
+    yield insertion(PROJECT, data, ("boinc",), lines, f"the app {wanted.app}, as bin/xadd reads it", app=wanted.app)
 
 
 def _links(there: Snapshot, wanted: Wanted) -> Iterator[Step]:
@@ -226,13 +228,13 @@ def _daemons(there: Snapshot, wanted: Wanted) -> Iterator[Step]:
             f"    <lock_file>{base}.lock</lock_file>",
             "</daemon>",
         ]
-        step = _insertion(CONFIG, data, ("boinc", "daemons"), lines, f"the daemon {program}", app=wanted.app)
+        step = insertion(CONFIG, data, ("boinc", "daemons"), lines, f"the daemon {program}", app=wanted.app)
         assert step.after is not None
         data = step.after
         yield step
 
 
-def _insertion(path: str, data: bytes | None, place: Sequence[str], lines: list[str], what: str, app: str = "") -> Step:
+def insertion(path: str, data: bytes | None, place: Sequence[str], lines: list[str], what: str, app: str = "") -> Step:
     """The step that adds an element inside `place` (created where it is missing) of a file (created likewise)."""
     changes: list[Change] = []
     if data is None or not data.strip():
@@ -292,8 +294,8 @@ def _daemon(text: str, element: Element, is_task: bool) -> Daemon:
         cmd=cmd,
         program=base,
         app=app_named(words),
-        votes=next(iter(_option(words, "votes")), ""),
-        mod=_share(_option(words, "mod", 2)),
+        votes=next(iter(option_of(words, "votes")), ""),
+        mod=_share(option_of(words, "mod", 2)),
         output=given or f"{base}.{'out' if is_task else 'log'}",
         pid_file="" if is_task else value("pid_file") or f"{base}.pid",
         lock_file=value("lock_file")
@@ -306,9 +308,9 @@ def _daemon(text: str, element: Element, is_task: bool) -> Daemon:
 
 def identity(text: str, element: Element) -> tuple[str, ...]:
     """What makes an entry of ours the same one after an admin has tuned it: program and app, or its name."""
-    if element.name == "daemon":
-        daemon = _daemon(text, element, False)
-        return ("daemon", daemon.program, daemon.app)
+    if element.name in ("daemon", "task"):
+        daemon = _daemon(text, element, element.name == "task")
+        return (element.name, daemon.program, daemon.app)
     names = (editing.text_of(text, element.find(name)) for name in ("name", "app_name"))
     return (element.name, next((name for name in names if name), ""))
 
@@ -321,11 +323,11 @@ def _share(values: Sequence[str]) -> tuple[int, int] | None:
 
 
 def app_named(words: Sequence[str]) -> str:
-    """The app that a command line of one of our daemons is for."""
-    return next(iter(_option(words, "app")), DEFAULT_APP)
+    """The app that a command line of one of our daemons, or of BOINC's size_regulator, is for."""
+    return next(iter(option_of(words, "app") or option_of(words, "app_name")), DEFAULT_APP)
 
 
-def _option(words: Sequence[str], name: str, values: int = 1) -> Sequence[str]:
+def option_of(words: Sequence[str], name: str, values: int = 1) -> Sequence[str]:
     """The values of an option, written with one or two dashes; the last counts, as in the daemons."""
     places = [place for place, word in enumerate(words) if re.fullmatch(rf"--?{name}", word)]
     return words[places[-1] + 1 : places[-1] + 1 + values] if places else ()

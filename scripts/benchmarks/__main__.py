@@ -23,6 +23,7 @@ BENCHMARKS = {
     "elementwise": "a chain of elementwise operators as one OpenCL kernel against one kernel each",
     "gemm": "matrix products on OpenCL against PyTorch, and the share of the device's peak that they reach",
     "generator": "workunits created per second, their inputs shared, on MariaDB",
+    "inner-state": "loss with the inner optimizer's state reset in each task or shipped, at equal tokens and bytes",
     "opencl-step": "forward, backward and AdamW of the GPT example on OpenCL against eager PyTorch",
     "scheduler": "scheduler replies per second, with work and without, at 4 connections",
     "staleness": "loss of the aggregation policies by mean lag, on one arrival trace, simulated",

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from boinc_project.plan import DataPlan
 from boinc_project.simulator.computing import Computer
 from boinc_project.simulator.report import Report, report_of
 from boinc_project.simulator.simulation import Settings, simulated
@@ -39,7 +40,6 @@ from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed
 from scripts.benchmarks.simulations import plot_path
 from work_generator.export import ExportedJob, export_job
 from work_generator.job import Job
-from work_generator.plan import DataPlan
 from work_generator.workunits import data_plan
 
 HOSTS = 8

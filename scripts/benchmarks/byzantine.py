@@ -54,7 +54,7 @@ from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
 from scripts.benchmarks.digits_workers import ATTACKS, Aggregate, Array, Digits, N, Training, accuracy
 from scripts.benchmarks.peers import peer
-from scripts.benchmarks.simulations import LONG_TASKS, example, plot_path, run
+from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, example, plot_path, run
 
 DEFAULT_RULE = "geometric_median"
 ADAPTIVE_HOSTS, ADAPTIVE_SLOTS = 40, 100  # hosts, 5 % of which lie; microtasks of a version
@@ -196,6 +196,10 @@ def _mean_accuracy(
 # (b) The whole system.
 
 
+def _settings(seed: int, **options: int) -> Settings:
+    return Settings(seed=seed, options={**LONG_TASKS, **options}, intervals=LONG_INTERVALS)
+
+
 def _pairs(options: argparse.Namespace, counts: Sequence[int]) -> float:
     """The largest distance of the accepted-bad rate from the formula."""
     errors = []
@@ -213,7 +217,7 @@ def _pairs(options: argparse.Namespace, counts: Sequence[int]) -> float:
             hosts = synthetic_hosts(N, seed, flops=5e7, flops_sigma=0.0, jitter=0.5)
             bad = np.random.default_rng([seed, f]).permutation(N)[:f]
             behaviours = {hosts[number].name: SignFlip() for number in bad}
-            report = run(example("digits", 16, sections), hosts, Settings(seed=seed, options=LONG_TASKS), behaviours)
+            report = run(example("digits", 16, sections), hosts, _settings(seed), behaviours)
             rates.append(report.accepted_bad_rate)
             copies.append(report.copies_per_accepted)
         share = f / N
@@ -246,7 +250,7 @@ def _system(options: argparse.Namespace, f: int) -> float:
         found: dict[str, float] = {}
         for name in ("none", *SYSTEM_LIES):
             behaviours = {host: SYSTEM_LIES[name](f) for host in bad} if name != "none" else {}
-            report = run(example("digits", 32, sections), hosts, Settings(seed=seed, options=LONG_TASKS), behaviours)
+            report = run(example("digits", 32, sections), hosts, _settings(seed), behaviours)
             if not report.last.evaluation and report.state != "failed":
                 raise BenchmarkFailed(f"{name}: the run ended at version {report.last.version} without an evaluation")
             # A job that had to stop, because its weights were not finite any more, has learned nothing.
@@ -276,7 +280,7 @@ def _adaptive(options: argparse.Namespace) -> dict[str, float]:
         hosts = synthetic_hosts(ADAPTIVE_HOSTS, seed, flops=5e7)
         liars = np.random.default_rng([seed, 5]).permutation(ADAPTIVE_HOSTS)[: ADAPTIVE_HOSTS // 20]
         behaviours = {hosts[number].name: SignFlip() for number in liars}
-        settings = Settings(seed=seed, options={**LONG_TASKS, "daily_result_quota": 1000})
+        settings = _settings(seed, daily_result_quota=1000)
         with simulated(*example("digits", 16, sections), hosts, settings, behaviours) as simulation:
             simulation.run()
             if simulation.project.job.current_version != WARM_UP + MEASURED:

@@ -230,7 +230,7 @@ class BenchProject:
 def synthetic_update(job: JobRow, task: store.Row, draws: np.random.Generator) -> bytes:
     """An update with random gradients of the microtask's own form."""
     microtask = Microtask.from_json(str(task["document"]).encode())
-    types: Mapping[str, TensorType] = job.folder.update_types(microtask.mode, microtask.steps)
+    types: Mapping[str, TensorType] = job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
     tensors = {}
     for name, kind in types.items():
         values = np.asarray(draws.standard_normal(kind.shape, dtype=np.float32), np.float32)

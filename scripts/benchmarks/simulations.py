@@ -21,6 +21,9 @@ Sections = Mapping[str, Mapping[str, Any]]
 #: For tasks of minutes: a host without work comes again after one, not after ten seconds.
 LONG_TASKS: Mapping[str, Any] = {"gt_dry_rpc_delay": 60}
 
+#: And the daemons look for work once a minute, not every few seconds: fewer passes, each with more to do.
+LONG_INTERVALS: Mapping[str, float] = {"generator": 60.0, "validator": 60.0, "assimilator": 60.0}
+
 
 @cache
 def _traced(toml: Path, batch_size: int) -> tuple[Job, ExportedJob]:

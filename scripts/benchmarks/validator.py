@@ -145,7 +145,7 @@ def _reported_of(project: BenchProject, job_id: int) -> list[int]:
 def _rounded_otherwise(job: JobRow, task: store.Row, data: bytes) -> bytes:
     """The same update as another machine would have it: every number off by some units of the last place."""
     microtask = essentials(str(task["document"]))
-    types = job.folder.update_types(microtask.mode, microtask.steps)
+    types = job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
     found = read_update(data, types, microtask.codec, str(task["digest"]))
     tensors = {
         name: array if name.startswith("metric/") else (array * np.float32(1 + 3e-7)).astype(np.float32)

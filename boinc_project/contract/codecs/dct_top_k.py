@@ -12,26 +12,24 @@ at the lower and right edges are padded with zeros (DeMo chooses tile sizes that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
 from boinc_project.contract.codecs.bits import pack_indices, unpack_indices
-from boinc_project.contract.codecs.dense import Dense
 from boinc_project.contract.codecs.method import (
     Array,
     CodecSeed,
-    Method,
     Parts,
     Shape,
     elements,
     flat_float32,
-    in_range,
     matrix_shape,
     share_of,
 )
+from boinc_project.contract.codecs.sparse import Sparse
 from boinc_project.contract.codecs.top_k import (
     INDICES_SUFFIX,
     check_rows,
@@ -72,15 +70,10 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class DctTopK(Method):
+class DctTopK(Sparse):
     """share x (1.5 bytes + 4, or what `values` takes) a value."""
 
     kind: ClassVar[str] = "dct-top-k"
-    share: float = 1 / 64
-    values: Method = field(default_factory=Dense)
-
-    def __post_init__(self) -> None:
-        in_range(self.kind, "share", self.share, 1e-6, 1.0)
 
     def kept(self, tiling: Tiling) -> int:
         """Coefficients of each tile."""

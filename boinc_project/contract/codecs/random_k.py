@@ -11,25 +11,23 @@ coded themselves (`values`): then the error of that comes on top, times d / k.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from boinc_project.contract import philox
 from boinc_project.contract.codecs import method
-from boinc_project.contract.codecs.dense import Dense
 from boinc_project.contract.codecs.method import (
     Array,
     CodecSeed,
-    Method,
     Parts,
     Shape,
     elements,
     flat_float32,
-    in_range,
     share_of,
 )
+from boinc_project.contract.codecs.sparse import Sparse
 from boinc_project.contract.tensorfile import FileTensor
 
 RUNS_AT_ONCE = 1 << 14
@@ -37,15 +35,10 @@ LEAST_ELEMENTS = 64  # below, a tensor's share would be a handful of values, eac
 
 
 @dataclass(frozen=True)
-class RandomK(Method):
+class RandomK(Sparse):
     """share x (4 bytes, or what `values` takes) a value."""
 
     kind: ClassVar[str] = "random-k"
-    share: float = 1 / 64
-    values: Method = field(default_factory=Dense)
-
-    def __post_init__(self) -> None:
-        in_range(self.kind, "share", self.share, 1e-6, 1.0)
 
     def kept(self, shape: Shape) -> int:
         count = elements(shape)

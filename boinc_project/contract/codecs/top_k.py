@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from boinc_project.contract.codecs import method
 from boinc_project.contract.codecs.bits import index_bytes, pack_indices, unpack_indices
-from boinc_project.contract.codecs.dense import Dense
 from boinc_project.contract.codecs.method import (
     Array,
     CodecSeed,
@@ -26,11 +25,11 @@ from boinc_project.contract.codecs.method import (
     Shape,
     elements,
     flat_float32,
-    in_range,
     rounded_apart,
     share_of,
     unusable,
 )
+from boinc_project.contract.codecs.sparse import Sparse
 from boinc_project.contract.tensorfile import FileTensor
 
 INDICES_SUFFIX = "#indices"
@@ -39,15 +38,10 @@ AT_ONCE = 64  # chunks in which the largest are looked for together
 
 
 @dataclass(frozen=True)
-class TopK(Method):
+class TopK(Sparse):
     """share x (1.5 bytes + 4, or what `values` takes) a value."""
 
     kind: ClassVar[str] = "top-k"
-    share: float = 1 / 64
-    values: Method = field(default_factory=Dense)
-
-    def __post_init__(self) -> None:
-        in_range(self.kind, "share", self.share, 1e-6, 1.0)
 
     def chunks(self, shape: Shape) -> tuple[int, int, int, int]:
         """Whole chunks, values kept of each, length of the last short chunk (0: none), values kept of that."""

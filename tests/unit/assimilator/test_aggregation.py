@@ -77,9 +77,9 @@ def test_running_statistics_are_averaged_by_samples_and_counters_take_the_larges
             contribution(1, 3, buffer_mean=np.float32([8.0]), buffer_n=np.array(2)),
         ]
     ).buffers
-    np.testing.assert_array_equal(buffers["mean"], np.float32([7.0]))
-    assert buffers["mean"].dtype == np.float32
-    assert buffers["n"] == 5 and buffers["n"].shape == ()
+    np.testing.assert_array_equal(buffers["buffer/mean"], np.float32([7.0]))
+    assert buffers["buffer/mean"].dtype == np.float32
+    assert buffers["buffer/n"] == 5 and buffers["buffer/n"].shape == ()
 
 
 def test_a_single_contribution_is_neither_zero_nor_doubled() -> None:

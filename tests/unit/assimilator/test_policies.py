@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 from assimilator.contributions import Contribution, NothingToFold
 from assimilator.optimizers import Sgd
 from assimilator.policies.age import age_weight
-from assimilator.policies.decoupled_diloco import DecoupledDiLoCo, embeddings_of, merge
-from assimilator.policies.delayed_nesterov import DelayedNesterov
+from assimilator.policies.decoupled_diloco import DecoupledDiLoCo, embeddings_of, learner_weight, merge
+from assimilator.policies.delayed_nesterov import DelayedNesterov, Equally
 from assimilator.policies.model_mixing import ModelMixing
 from assimilator.policies.policy import OuterStep, Policy, Round
 from assimilator.rules import CenteredClipping, Median, Rule
@@ -87,7 +88,7 @@ POLICIES: dict[str, Policy] = {
     "mean and outer step": SGD,
     "median": OuterStep(Sgd(), constant(0.5), Median()),
     "model mixing": ModelMixing(0.6),
-    "delayed nesterov": OuterStep(DelayedNesterov(0.9, 2), constant(0.7)),
+    "delayed nesterov": Equally(OuterStep(DelayedNesterov(0.9, 2), constant(0.7))),
     "norm and direction": DecoupledDiLoCo(OuterStep(Sgd(0.9, True), constant(0.7))),
 }
 
@@ -222,6 +223,67 @@ def test_delayed_nesterov_follows_the_paper_s_loop(turns: int) -> None:
         found, state = optimizer.step(found, mean, state, number + 1, eps)
     for name in SHAPES:
         np.testing.assert_allclose(found[name], theta[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 4])
+def test_delayed_nesterov_with_dylu_follows_the_paper_s_algorithm_in_float64(turns: int) -> None:
+    """Workers of speeds 4, 2 and 1 take 8, 4 and 2 steps of SGD on a quadratic from a version some pushes old; every
+    push counts the same. Reference: algorithm 3 with H_w of section 5, all in float64 and push by push."""
+    count, beta, eps, inner = 4, 0.9, 0.5, 0.1
+    each = count // turns
+    scale = {name: 0.5 + np.arange(int(np.prod(shape))).reshape(shape) / 20 for name, shape in SHAPES.items()}
+
+    def delta(theta: Mapping[str, Any], steps: int) -> dict[str, Any]:
+        """Start minus end of `steps` steps on sum(scale x^2) / 2."""
+        return {name: x - x * (1 - inner * scale[name]) ** steps for name, x in theta.items()}
+
+    start = {name: array.astype(float) for name, array in some(50).items()}
+    theta = {name: array.copy() for name, array in start.items()}
+    m = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    gathered = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    state = {**{f"parameter/{n}": a.astype(np.float32) for n, a in start.items()},
+             "buffer/mean": np.float32([1.0, 2.0]), "buffer/n": np.int64(1)}  # fmt: skip
+    policy, optimizer = Equally(OuterStep(DelayedNesterov(beta, turns), constant(eps))), dict[str, Any]()
+    theirs, ours = [start], [state]  # by version
+    for version in range(6 * turns):
+        pushed = []
+        for k in range(each):
+            t = version * each + k
+            steps, base = (8, 4, 2)[t % 3], max(0, version - t % 2)
+            for name, g in delta(theirs[base], steps).items():
+                gathered[name] += g
+                theta[name] = theta[name] - eps * g / count
+                if (t + 1) % count == 0:
+                    m[name] = beta * m[name] + gathered[name] / count
+                    theta[name] = theta[name] - eps * beta * m[name]
+                    gathered[name] = np.zeros(SHAPES[name])
+            mine = {name: ours[base][f"parameter/{name}"].astype(float) for name in SHAPES}
+            tensors = {f"delta/{name}": g.astype(np.float32) for name, g in delta(mine, steps).items()}
+            pushed.append(contribution(t, base, tensors, 16 * steps, steps=steps))
+        theirs.append({name: array.copy() for name, array in theta.items()})
+        kept, now = dict(optimizer), ours[-1]
+        made = policy.advance(
+            dataclasses.replace(round_of(pushed), version=version, load=lambda: (
+                {n: np.array(a) for n, a in now.items()}, dict(kept)))  # noqa: B023
+        )  # fmt: skip
+        ours.append(made.state)
+        optimizer = made.optimizer
+    assert np.abs(theta["w"] - start["w"]).min() > 0.01
+    for name in SHAPES:
+        np.testing.assert_allclose(ours[-1][f"parameter/{name}"], theta[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_of_fewer_steps_counts_as_the_policy_s_paper_says() -> None:
+    long, short = contribution(0, 7, deltas(0), 32, steps=8), contribution(1, 7, deltas(1), 8, steps=2)
+    weights = {"mean and outer step": (0.8, 0.2), "delayed nesterov": (0.5, 0.5)}
+    for name, (a, b) in weights.items():
+        rate = 0.5 if name == "mean and outer step" else 0.7 * 0.5 * 1.9
+        made = POLICIES[name].advance(round_of([long, short]))
+        for key in SHAPES:
+            step = a * some(0)[key].astype(float) + b * some(1)[key].astype(float)
+            expected = STATES[7][f"parameter/{key}"].astype(float) - rate * step
+            np.testing.assert_allclose(made.state[f"parameter/{key}"], expected, rtol=1e-5, atol=1e-6)
+    assert learner_weight(long) == 4 * learner_weight(short), "tokens^2 / steps"
 
 
 def test_delayed_nesterov_over_whole_buffers_is_diloco_s_outer_step() -> None:

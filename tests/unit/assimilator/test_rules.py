@@ -36,6 +36,7 @@ from assimilator.rules import (
 )
 from assimilator.rules.gram import PART, gram_matrix, squared_distances, squared_distances_to
 from assimilator.rules.network import merge_exchange, network, values_of_ranks
+from boinc_project import job_config
 from boinc_project.contract.codecs import Codec
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import open_update, write_update
@@ -581,6 +582,12 @@ def test_which_zero_a_median_is_does_not_depend_on_the_slots() -> None:
 
 
 # --- The registry. ---
+
+
+def test_job_toml_offers_the_rules_and_mixings_that_there_are() -> None:
+    """They stand twice, because the stations do not import one another's parts."""
+    assert tuple(RULES) == job_config.RULES
+    assert ("none", *MIXINGS) == job_config.MIXINGS
 
 
 def test_every_rule_has_a_name_and_is_described_and_cites_its_paper() -> None:

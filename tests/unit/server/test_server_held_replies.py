@@ -21,7 +21,7 @@ from boinc_project.server.held_replies import MAX_HELD, HeldReplies
 from boinc_project.server.messages import MessageFromHost, ReportedResult, SchedulerReply, SchedulerRequest
 from boinc_project.server.run import EmbeddedServer
 from boinc_project.server.scheduler import Changes, Decision
-from boinc_project.server.scheduler_service import Answer, Held, SchedulerService
+from boinc_project.server.scheduler_service import Answer, Held, Posted, SchedulerService
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import ServerState
 from tests.server_project import add_user, add_workunits, make_project, publish_app, rows
@@ -95,12 +95,12 @@ class Source:
     """Stands for the scheduler: without work until `works`, and counts what it is asked."""
 
     def __init__(self) -> None:
-        self.asked: list[bytes | Held] = []
+        self.asked: list[Posted | Held] = []
         self.results = 0
         self.works = False
         self.stopping = False
 
-    async def answer(self, asked: bytes | Held) -> Answer:
+    async def answer(self, asked: Posted | Held) -> Answer:
         self.asked.append(asked)
         if self.works and isinstance(asked, Held):
             return Answer(b"work")
@@ -129,7 +129,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 def test_held_reply_brings_work_as_soon_as_there_are_new_results() -> None:
     async def scenario() -> None:
         source = Source()
-        waiting = asyncio.create_task(source.holding().answer(b"report", here))
+        waiting = asyncio.create_task(source.holding().answer(Posted(b"report"), here))
         await eventually(lambda: len(source.asked) == 1)
         source.results += 1  # of no use to this host
         await eventually(lambda: len(source.asked) == 2)
@@ -137,28 +137,28 @@ def test_held_reply_brings_work_as_soon_as_there_are_new_results() -> None:
         source.results += 1
         async with asyncio.timeout(20):
             assert await waiting == b"work"
-        assert source.asked == [b"report", HELD, HELD]
+        assert source.asked == [Posted(b"report"), HELD, HELD]
 
     asyncio.run(scenario())
 
 
 def test_held_reply_is_given_after_its_time() -> None:
     source = Source()
-    assert asyncio.run(source.holding(0.3).answer(b"report", here)) == b"dry"
-    assert source.asked == [b"report"]
+    assert asyncio.run(source.holding(0.3).answer(Posted(b"report"), here)) == b"dry"
+    assert source.asked == [Posted(b"report")]
 
 
 def test_nothing_is_held_when_the_time_is_zero() -> None:
     source = Source()
     source.results = 1
-    assert asyncio.run(source.holding(0).answer(b"report", here)) == b"dry"
-    assert source.asked == [b"report"]
+    assert asyncio.run(source.holding(0).answer(Posted(b"report"), here)) == b"dry"
+    assert source.asked == [Posted(b"report")]
 
 
 def test_stopping_server_ends_every_wait() -> None:
     async def scenario() -> None:
         source = Source()
-        waiting = asyncio.create_task(source.holding(3600).answer(b"report", here))
+        waiting = asyncio.create_task(source.holding(3600).answer(Posted(b"report"), here))
         await eventually(lambda: len(source.asked) == 1)
         source.stopping = True
         async with asyncio.timeout(20):
@@ -172,13 +172,13 @@ def test_client_that_hung_up_is_given_no_work() -> None:
         source = Source()
         source.works = True
         gone = False
-        waiting = asyncio.create_task(source.holding(3600).answer(b"report", lambda: gone))
+        waiting = asyncio.create_task(source.holding(3600).answer(Posted(b"report"), lambda: gone))
         await eventually(lambda: len(source.asked) == 1)
         gone = True
         source.results += 1
         async with asyncio.timeout(20):
             await waiting
-        assert source.asked == [b"report"]
+        assert source.asked == [Posted(b"report")]
 
     asyncio.run(scenario())
 
@@ -187,11 +187,11 @@ def test_more_replies_than_the_limit_are_given_at_once() -> None:
     async def scenario() -> None:
         source = Source()
         holding = source.holding(3600)
-        waiting = [asyncio.create_task(holding.answer(b"report", here)) for _ in range(MAX_HELD)]
+        waiting = [asyncio.create_task(holding.answer(Posted(b"report"), here)) for _ in range(MAX_HELD)]
         await eventually(lambda: len(source.asked) == MAX_HELD)
         await asyncio.sleep(0)
         async with asyncio.timeout(20):
-            assert await holding.answer(b"one more", here) == b"dry"
+            assert await holding.answer(Posted(b"one more"), here) == b"dry"
         source.stopping = True
         await asyncio.gather(*waiting)
 
@@ -252,7 +252,7 @@ class Project:
         ).encode()
 
     def ask(self, asked: bytes | Held) -> Answer:
-        return self.service.answer([asked])[0]
+        return self.service.answer([asked if isinstance(asked, Held) else Posted(asked)])[0]
 
     def report(self) -> Held:
         answer = self.ask(self.body(report="first_0_0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -14,10 +15,11 @@ import pytest
 from boinc_project import database
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree
-from boinc_project.server.scheduler_service import INDEXES, MAX_CANDIDATES, MIN_CANDIDATES, SchedulerService
+from boinc_project.server.scheduler_service import INDEXES, MAX_CANDIDATES, MIN_CANDIDATES, Posted, SchedulerService
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import ServerState
 from tests.server_project import add_user, add_workunits, as_host, make_project, publish_app, rows, wire_body
+from validator.devices import gpus_of
 
 FIRST_CONTACT = "scheduler-first-contact.request"
 BEYOND_ANY_HOST = 1e15  # bytes of memory
@@ -45,7 +47,7 @@ def test_task_behind_tasks_that_do_not_fit_the_host_is_found(tmp_path: Path) -> 
         transitioner.run_once()
         service = SchedulerService(tree, db, transitioner)
         request = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)
-        reply = service.answer([request])[0].reply
+        reply = service.answer([Posted(request)])[0].reply
         assert b"<name>small_0_0</name>" in reply
         assert b"more memory" not in reply
         assert len(rows(db, database.result, hostid=1)) == 1
@@ -69,7 +71,7 @@ def test_servers_that_share_a_database_never_give_one_result_twice(
         for number, service in enumerate(services):
             first = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0, cpid=f"{number:032x}")
             first = first.replace(b"<domain_name>", f"<domain_name>h{number}".encode())
-            reply = service.answer([first])[0].reply
+            reply = service.answer([Posted(first)])[0].reply
             hostid = int(re.findall(rb"<hostid>(\d+)</hostid>", reply)[0])
             bodies.append(as_host(wire_body("scheduler-reply-ten-tasks.request"), key=key, hostid=hostid))
         assert len(rows(dbs[0], database.host)) == SERVERS
@@ -80,7 +82,7 @@ def test_servers_that_share_a_database_never_give_one_result_twice(
 
             def ask(number: int, barrier: threading.Barrier = barrier) -> bytes:
                 barrier.wait()
-                return services[number].answer([bodies[number]])[0].reply
+                return services[number].answer([Posted(bodies[number])])[0].reply
 
             replies = list(pool.map(ask, range(SERVERS)))
             assert sum(f"<name>round{each}_0_0</name>".encode() in reply for reply in replies) == 1
@@ -112,16 +114,17 @@ def test_only_replies_that_change_something_lasting_wait_for_the_disk(
         add_indexes(db)
         appid, key = publish_app(tree, db), add_user(db, "alice")
         service = SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None))
-        assert b"<hostid>1</hostid>" in service.answer([as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)])[0].reply
+        first = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)
+        assert b"<hostid>1</hostid>" in service.answer([Posted(first)])[0].reply
         log = f"{tree.project_dir}/project.sqlite-wal"
         assert synced == [log], "a new host is durable before the client hears its number"
         request = as_host(wire_body("scheduler-reply-ten-tasks.request"), key=key, hostid=1)
-        assert b"no tasks available" in service.answer([request])[0].reply
+        assert b"no tasks available" in service.answer([Posted(request)])[0].reply
         assert synced == [log], "a reply without work is not"
         add_workunits(tree, db, appid, 1)
         service.transitioner.run_once()
         synced.clear()
-        assert b"<report_deadline>" in service.answer([request])[0].reply
+        assert b"<report_deadline>" in service.answer([Posted(request)])[0].reply
         assert synced == [log], "a task is"
         assert synchronous(db) == 2, "and so is every other transaction"
 
@@ -147,7 +150,7 @@ def test_whatever_a_client_says_of_itself_is_stored_within_the_columns(
             lambda m: m[0] if m[1].startswith(kept) else f"<{m[1]}>{value}</{m[1]}>",
             wire_body(FIRST_CONTACT).decode(),
         )
-        reply = service.answer([as_host(text.encode(), key=key, hostid=0)])[0].reply
+        reply = service.answer([Posted(as_host(text.encode(), key=key, hostid=0))])[0].reply
         assert b"internal error" not in reply and len(rows(db, database.host)) == 1
         report = (
             f"<result><name>w_0_0</name><final_cpu_time>{value}</final_cpu_time>"
@@ -160,7 +163,47 @@ def test_whatever_a_client_says_of_itself_is_stored_within_the_columns(
             sent = {"server_state": int(ServerState.IN_PROGRESS), "hostid": 1, "userid": 1, "sent_time": 1}
             connection.execute(database.result.update().values(sent))
         text = text.replace("</scheduler_request>", report)
-        reply = service.answer([as_host(text.encode(), key=key, hostid=1)])[0].reply
+        reply = service.answer([Posted(as_host(text.encode(), key=key, hostid=1))])[0].reply
         assert b"internal error" not in reply
         assert [row["server_state"] for row in rows(db, database.result, name="w_0_0")] == [ServerState.OVER]
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.usefixtures("each_database")
+def test_the_address_that_a_host_asks_from_is_kept_and_follows_it_when_it_moves(tmp_path: Path) -> None:
+    tree = make_project(tmp_path / "project")
+    with tree.database() as db:
+        add_indexes(db)
+        key = add_user(db, "alice")
+        service = SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None))
+        for hostid, address, kept in (
+            (0, "203.0.114.9", "203.0.114.9"),
+            (1, "198.51.101.1, 203.0.114.10", "198.51.101.1, 203.0.114.10"),
+            (1, "", "198.51.101.1, 203.0.114.10"),
+        ):
+            service.answer([Posted(as_host(wire_body(FIRST_CONTACT), key=key, hostid=hostid), address)])
+            (row,) = rows(db, database.host)
+            assert row["external_ip_addr"] == kept
+
+
+def test_a_host_s_cards_and_their_drivers_are_kept_as_boinc_keeps_them(tmp_path: Path) -> None:
+    tree = make_project(tmp_path / "project")
+    cards = (
+        b'<coproc_cuda><count>1</count><name>NVIDIA "GTX" 1080</name><drvVersion>53512</drvVersion>'
+        b"<totalGlobalMem>8589934592</totalGlobalMem></coproc_cuda>"
+        b"<coproc_ati><count>1</count><name>Cypress</name><CALVersion>1.4.1848</CALVersion></coproc_ati>"
+        b"<coproc_intel_gpu><count>1</count><name>UHD 620</name><coproc_opencl>"
+        b"<opencl_driver_version>23.1</opencl_driver_version></coproc_opencl></coproc_intel_gpu>"
+    )
+    with tree.database() as db:
+        add_indexes(db)
+        key = add_user(db, "alice")
+        service = SchedulerService(tree, db, Transitioner(db, tree.config, upload_key=None))
+        body = as_host(wire_body(FIRST_CONTACT), key=key, hostid=0)
+        body = re.sub(rb"<coprocs>.*?</coprocs>|<coprocs/>", b"", body, flags=re.S)
+        service.answer([Posted(body.replace(b"<host_info>", b"<coprocs>" + cards + b"</coprocs><host_info>", 1))])
+        (row,) = rows(db, database.host)
+    assert gpus_of("", row["misc"]) == [
+        ("nvidia", "NVIDIA GTX 1080", "53512"), ("amd", "Cypress", "1.4.1848"), ("intel_gpu", "UHD 620", "23.1"),
+    ]  # fmt: skip
+    assert json.loads(row["misc"])["gpus"][0]["ram_mb"] == 8192

@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 
-from boinc_project import clock
+from boinc_project import clock, database
+from boinc_project.gt_tables import Disposition, gt_ledger, gt_round
 from boinc_project.simulator import project
+from boinc_project.simulator.client import Habits
 from boinc_project.simulator.hosts import Host, with_departures
 from boinc_project.simulator.lies import Apart, Behaviour, Drop, SignFlip
 from boinc_project.simulator.report import Report, report_of
 from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
 from tests.tiny_project import exported, tiny_project
+from validator.voters import network_of
 from work_generator.export import ExportedJob
 from work_generator.job import Job
 
@@ -178,3 +181,38 @@ def test_what_a_killed_simulation_left_goes_with_the_next_one(tmp_path: Path, mo
         assert not left.exists()
         assert mine.exists()
     assert not folder.exists()
+
+
+def test_simulated_hosts_come_from_networks_of_their_own_and_newcomers_from_one_are_no_quorum() -> None:
+    job, made = exported()
+    job = with_settings(job, trust={"newcomer_days": 30.0})
+    states = []
+    for hosts in (HOSTS, [dataclasses.replace(host, address=f"203.0.114.{n}") for n, host in enumerate(HOSTS)]):
+        with simulated(job, made, hosts, Settings(horizon=3600.0)) as simulation:
+            simulation.run()
+            networks = {network_of(row["external_ip_addr"]) for row in simulation.project.rows(database.host)}
+            states.append((len(networks), report_of(simulation).state))
+    assert states == [(5, "finished"), (1, "running")]
+
+
+def test_an_anchored_flow_learns_from_results_that_are_many_versions_old() -> None:
+    changes = (
+        ('policy = "sync"', 'policy = "anchored"'),
+        ("max_versions = 4", "max_versions = 30"),
+        ("evaluate_every = 0", "evaluate_every = 30"),
+        ("[schedule]", "[aggregation]\nin_flight = 22\n\n[schedule]"),
+        ("min_quorum = 2", "min_quorum = 1"),
+    )
+    hosts = [Host(name=f"host{number}", flops=4e9) for number in range(22)]
+    settings = Settings(habits=Habits(tasks_per_processor=1))
+    with simulated(*exported(changes=changes), hosts, settings) as simulation:
+        simulation.run()
+        report = report_of(simulation)
+        rounds = simulation.project.rows(gt_round)
+        applied = [row for row in simulation.project.rows(gt_ledger) if row["disposition"] == Disposition.APPLIED]
+    ages = [int(row["applied_version"]) - 1 - int(row["base_version"]) for row in applied]
+    assert sum(ages) / len(ages) > 7
+    first = report.versions[1].loss
+    assert first is not None and report.last.evaluation["loss"] < 0.75 * first
+    behind = [int(row["version"]) - 1 - int(row["anchor_version"]) for row in rounds if row["anchor_version"] >= 0]
+    assert len(behind) > 20 and 0 < max(behind) <= 20

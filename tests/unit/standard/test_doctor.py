@@ -289,12 +289,17 @@ def many_ids(project: Standard) -> None:
         connection.execute(sa.text("ALTER TABLE result AUTO_INCREMENT = 2100000000"))
 
 
+def sized(project: Standard) -> None:
+    project.change(database.app, n_size_classes=3)
+    (project.folder / "size_census_gradient").write_text("1e9\n2e9\n")
+
+
 WARNINGS: dict[str, tuple[Callable[[Standard], None], str]] = {
     "overwritable": (lambda p: None, "<fuh_set_completed_permission>0444"),
     "still overwritable": (lambda p: p.option("fuh_set_completed_permission", "0664"), "0444"),
     "quota": (lambda p: p.edit("            500", "            3"), "<daily_result_quota> is 3"),
     "host": (lambda p: p.option("host", "elsewhere"), "<host> of config.xml is elsewhere"),
-    "size classes": (lambda p: p.change(database.app, n_size_classes=3), "n_size_classes of gradient is 3"),
+    "size classes": (lambda p: sized(p), "n_size_classes of gradient is 3, but no job has speed_classes"),
     "adaptive": (lambda p: p.change(database.app, target_nresults=2), "adaptive replication"),
     "hr": (lambda p: p.change(database.app, homogeneous_redundancy=1), "homogeneous redundancy"),
     "private key": (lambda p: (p.folder / "keys" / "upload_private").chmod(0o644), "everybody on this machine"),

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from boinc_project import database
+from boinc_project import database, local_run
+from boinc_project.background_runs import Start
 from boinc_project.database import result, workunit
 from boinc_project.gt_tables import gt_accepted
+from boinc_project.simulator.computing import Evaluation
 from boinc_project.states import ErrorMask, Outcome, ServerState, ValidateState
 from tests.tiny_project import TinyProject, tiny_project
 from validator import loss_probe, norm_bound
@@ -82,15 +84,15 @@ def project() -> Iterator[TinyProject]:
         yield made
 
 
-def judged(project: TinyProject) -> Validator:
-    """Passes until nothing is being tried any more."""
+def judged(project: TinyProject, start: Start = Evaluation) -> Validator:
+    """Passes until nothing is being tried any more; by default it is tried in this process."""
     project.transitioner.run_once()
-    validator = project.validator()
+    validator = project.validator(start=start)
     for _ in range(600):
         validator.one_pass()
         if not project.rows(workunit, need_validate=1):
             return validator
-        time.sleep(0.05)
+        time.sleep(0.05 if start is local_run.start else 0)
     raise AssertionError("the updates were not judged within a minute")
 
 
@@ -103,7 +105,7 @@ def answer_all(project: TinyProject, change: Any = None) -> None:
 def test_honest_updates_are_tried_and_accepted(project: TinyProject) -> None:
     project.issue()
     answer_all(project)
-    judged(project)
+    judged(project, local_run.start)
     assert all(unit["canonical_resultid"] for unit in project.rows(workunit))
     rows = project.rows(gt_accepted)
     assert len(rows) == 2 and all(row["gain"] > 0 and row["norm"] > 0 and row["version"] == 0 for row in rows)

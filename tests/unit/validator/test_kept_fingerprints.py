@@ -17,8 +17,6 @@ from tests.trusting import gradients_of, with_gradients, with_trust
 from validator import traces
 from validator.copies import same_file
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 @pytest.fixture
 def project() -> Iterator[TinyProject]:
@@ -35,6 +33,7 @@ def trails(project: TinyProject) -> list[tuple[int, str, float | None]]:
     return [(row["host_id"], row["verdict"], row["distance"]) for row in project.rows(gt_fingerprint)]
 
 
+@pytest.mark.usefixtures("each_database")
 def test_every_judged_copy_leaves_its_fingerprint_verdict_and_distance(project: TinyProject) -> None:
     results = project.issue()
     unit = results[0]["workunitid"]
@@ -63,6 +62,7 @@ def test_copies_without_agreement_leave_nothing_yet_and_unreadable_ones_never_do
     assert trails(project) == []
 
 
+@pytest.mark.usefixtures("each_database")
 def test_fingerprints_are_dropped_after_sixty_days_and_not_before(project: TinyProject) -> None:
     for result in project.issue():
         project.answer(result)
@@ -73,6 +73,7 @@ def test_fingerprints_are_dropped_after_sixty_days_and_not_before(project: TinyP
         assert len(project.rows(gt_fingerprint)) == left
 
 
+@pytest.mark.usefixtures("each_database")
 def test_a_result_that_was_set_back_by_hand_is_judged_again_and_keeps_its_first_fingerprint(
     project: TinyProject,
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_same_bytes_from_two_hosts_are_one_file_if_they_hold_times_of_their_
     assert set(same_file(digests, dict.fromkeys(digests, metadata))) == found
 
 
+@pytest.mark.usefixtures("each_database")
 def test_a_project_made_before_there_was_evidence_of_reliability_gets_the_new_columns(project: TinyProject) -> None:
     new = ("good", "bad", "alone", "failed_check")
     with project.db.transaction() as connection:

@@ -114,7 +114,11 @@ def test_a_broken_family_of_cards_never_confirms_itself_in_a_thousand_workunits(
 
     def by_device(hosts: Mapping[int, int]) -> dict[str, Any]:
         made = {
-            i: Witness(host, host, device="Broken 5700 20101" if host < world.f * world.hosts else f"Good {host % 3}")
+            i: Witness(
+                host,
+                host,
+                devices=frozenset({"Broken 5700 20101" if host < world.f * world.hosts else f"Good {host % 3}"}),
+            )
             for i, host in hosts.items()
         }
         votes = count_votes(made, {}, Independence(devices=True))

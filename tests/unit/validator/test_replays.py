@@ -17,7 +17,6 @@ from boinc_project.states import ErrorMask, Outcome, ValidateState
 from tests.tiny_project import TinyProject, tiny_project
 from tests.trusting import judged, kind_of, trusted, unsent, with_trust
 
-pytestmark = pytest.mark.usefixtures("each_database")
 VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, ValidateState.INCONCLUSIVE
 
 
@@ -55,6 +54,7 @@ def test_a_drawn_workunit_waits_until_the_server_has_computed_it_and_is_then_acc
     assert {row["good"] for row in project.rows(gt_trust)} == {1.0}
 
 
+@pytest.mark.usefixtures("each_database")
 def test_accomplices_who_form_the_quorum_are_refuted_and_lose_all_trust(
     project: TinyProject, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,6 @@ from tests.tiny_project import TinyProject, tiny_project
 from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_gradients, with_trust
 from validator.lottery import project_lottery
 
-pytestmark = pytest.mark.usefixtures("each_database")
 VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, ValidateState.INCONCLUSIVE
 
 
@@ -39,6 +38,7 @@ def adaptive(project: TinyProject, floor: float = 1e-6) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.usefixtures("each_database")
 def test_a_trusted_host_s_one_copy_is_canonical_and_raises_its_trust_by_nothing(project: TinyProject) -> None:
     first, _ = adaptive(project)
     trusted(project, 1, kind_of(project))
@@ -54,6 +54,7 @@ def test_a_trusted_host_s_one_copy_is_canonical_and_raises_its_trust_by_nothing(
     assert version["consecutive_valid"] == 3, "nor the record that BOINC keeps"
 
 
+@pytest.mark.usefixtures("each_database")
 def test_an_unknown_host_s_copy_waits_for_a_second_one_also_after_a_restart(project: TinyProject) -> None:
     first, _ = adaptive(project)
     project.answer(first, user=1)
@@ -115,6 +116,7 @@ def test_a_trusted_copy_that_repeats_another_gradient_gets_a_second_one(project:
     assert len(unsent(project, other["workunitid"])) == 1
 
 
+@pytest.mark.usefixtures("each_database")
 def test_a_blocked_group_s_copies_are_no_votes_and_are_still_credited_when_they_are_right(
     project: TinyProject,
 ) -> None:
@@ -180,9 +182,40 @@ def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject
     assert (unit["canonical_resultid"], unit["min_quorum"]) == (0, 2)
 
 
+@pytest.mark.usefixtures("each_database")
 def test_the_records_of_hosts_are_read_by_kind_of_work(project: TinyProject) -> None:
     trusted(project, 1, kind_of(project), good=100)
     with project.db.read() as connection:
         rows = store.trust_rows(connection, kind_of(project), [1, 2])
         assert store.trust_rows(connection, "other", [1]) == {}
     assert set(rows) == {1} and member_weight(rows[1], time.time()) > 0.98
+
+
+@pytest.mark.parametrize("fault", ["gone", "garbled"])
+def test_without_its_secret_what_needs_a_draw_waits_with_one_sentence_and_all_else_is_judged(
+    project: TinyProject, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other = adaptive(project)
+    trusted(project, 1, kind_of(project))
+    key = project.tree.config.key_dir / "upload_private"
+    whole = key.read_bytes()
+    key.unlink() if fault == "gone" else key.write_bytes(whole[:100] + b"\xff")
+    try:
+        project.answer(first, user=1)
+        project.answer(other, user=2)  # of a host that nobody knows: no draw
+        project.transitioner.run_once()
+        moment = [time.time()]
+        validator = project.validator(clock=lambda: moment[0])
+        for _ in range(8):
+            validator.one_pass()
+            moment[0] += 300.0
+        lines = [r for r in caplog.records if r.levelname == "CRITICAL"]
+        assert len(lines) == 1 and not lines[0].exc_info and "\n" not in lines[0].message
+        assert str(key) in lines[0].message and "let the user that runs the daemons read it" in lines[0].message
+        (waiting,) = project.rows(database.result, id=first["id"])
+        assert waiting["validate_state"] == ValidateState.INIT and unit_of(project, first)["need_validate"] == 1
+        assert unit_of(project, other)["min_quorum"] == 2, "judged: a second copy is asked for"
+    finally:
+        key.write_bytes(whole)
+    validator.one_pass()
+    assert unit_of(project, first)["canonical_resultid"] == first["id"]

@@ -17,6 +17,7 @@ from boinc_project.reliability import (
     reliability,
 )
 from validator.agreement import Copy, judge
+from validator.devices import cpu_family, device_of, gpus_of, reported_device
 from validator.lottery import Lottery
 from validator.replication import why_not_alone
 from validator.voters import (
@@ -25,7 +26,6 @@ from validator.voters import (
     Records,
     Witness,
     count_votes,
-    device_of,
     network_of,
     witness_of,
 )
@@ -69,7 +69,7 @@ def test_newcomers_of_one_network_are_one_vote_and_members_of_long_standing_are_
 
 
 def test_gpus_of_one_family_and_driver_are_one_vote_where_devices_must_be_independent() -> None:
-    same = {n: Witness(n, n, device="Radeon RX 5700 20.1") for n in (1, 2)}
+    same = {n: Witness(n, n, devices=frozenset({"Radeon RX 5700 20.1"})) for n in (1, 2)}
     devices = Independence(devices=True)
     assert votes(same) == 2
     assert votes(same, devices) == 1
@@ -149,7 +149,7 @@ def test_groups_and_device_come_from_app_version_and_host() -> None:
         OLD,
         Newcomers(),
     )
-    assert found.device == "GTX 1080 53512" and found.network == "203.0.114.0/24"
+    assert found.devices == {"GTX 1080 53512"} and found.network == "203.0.114.0/24"
     assert found.groups == {
         "host:3", "user:2", "version:9", "class:cuda_gt", "device:GTX 1080", "driver:GTX 1080 53512",
     }  # fmt: skip
@@ -168,7 +168,98 @@ def test_groups_and_device_come_from_app_version_and_host() -> None:
     ],
 )
 def test_family_and_driver(plan_class: str, version: int, serial: str, expected: tuple[str, str]) -> None:
-    assert device_of(plan_class, version, serial) == expected
+    assert device_of(plan_class, version, gpus_of(serial, "")) == expected
+
+
+#: As BOINC 8.3 prints it (sched/sched_host.cpp), with a name that makes it no JSON.
+MISC = """{
+    "client_version": "8.2.4",
+    "gpus": [
+        {
+            "type": "nvidia",
+            "model": "NVIDIA GeForce GTX 1080",
+            "count": 1,
+            "ram_mb": 8191,
+            "driver_version": "53512",
+            "opencl_version": "300"
+        },
+        {
+            "type": "amd",
+            "model": "Radeon\\ RX 5700 <b>",
+            "count": 1,
+            "ram_mb": 8176,
+            "driver_version": "3380.6",
+            "opencl_version": "200"
+        }
+    ]
+}"""
+
+
+def test_newer_servers_keep_gpus_in_misc_and_a_cut_or_strange_text_gives_what_is_whole_in_it() -> None:
+    assert device_of("cuda_gt", 9, gpus_of("", MISC)) == ("NVIDIA GeForce GTX 1080", "53512")
+    assert device_of("opencl_ati_gcn_gt", 9, gpus_of("", MISC)) == ("Radeon\\ RX 5700 <b>", "3380.6")
+    assert device_of("opencl_ati_gcn_gt", 9, gpus_of("", MISC[:400])) == ("amd", "")
+    assert gpus_of("", "") == gpus_of("[vbox|7.1.6|1|1]", "[" * 10000) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"device": {"device": "NVIDIA H200", "driver": "570.1", "backend": "torch"}}, ("NVIDIA H200", "570.1")),
+        ({"device": {"device": " Cypress\n\x1b[2J ", "driver": 7}}, ("Cypress [2J", "")),
+        ({"device": {"device": "cpu", "driver": "1"}}, ("", "")),
+        ({"device": {"device": "x" * 10000}}, ("x" * 100, "")),
+        ({"device": {"device": ["GTX"]}}, ("", "")),
+        ({"device": "GTX"}, ("", "")),
+        ({}, ("", "")),
+    ],
+)
+def test_the_device_that_a_result_s_file_names_is_hostile_text(said: dict[str, Any], expected: tuple[str, str]) -> None:
+    assert reported_device(said) == expected
+
+
+def test_the_file_s_own_word_can_cost_a_vote_and_never_gains_one() -> None:
+    def made(number: int, said: str, driver: str = "53512") -> Witness:
+        host = {**OLD, "serialnum": f"[CUDA|GTX 1080|1|8192MB|{driver}|300]"}
+        records = Records({number: host}, {number: OLD}, {9: {"plan_class": "cuda_gt"}})
+        result = {"hostid": number, "userid": number, "app_version_id": 9}
+        return witness_of(result, "k", records, Newcomers(), NOW, {"device": {"device": said, "driver": "535.12"}})
+
+    rules = Independence(devices=True)
+    assert votes({1: made(1, "A"), 2: made(2, "B")}, rules) == 1, "the client names the same card"
+    assert votes({1: made(1, "A"), 2: made(2, "B", "60000")}, rules) == 2
+    assert votes({1: made(1, "A"), 2: made(2, "A", "60000")}, rules) == 1, "the files do"
+    assert votes({1: made(1, "A")}, Independence(blocked=frozenset({"device:A"}))) == 0
+    assert votes({1: made(1, "A")}, Independence(blocked=frozenset({"driver:GTX 1080 53512"}))) == 0
+
+
+@pytest.mark.parametrize(
+    ("vendor", "model", "family"),
+    [
+        (
+            "GenuineIntel",
+            "Intel(R) Core(TM) i7-8550U CPU @ 1.80GHz [Family 6 Model 142 Stepping 10]",
+            "GenuineIntel Family 6 Model 142",
+        ),
+        ("GenuineIntel", "Intel(R) Core(TM) i7-8550U CPU @ 1.80GHz", "GenuineIntel Intel(R) Core(TM) i7-8550U CPU"),
+        ("ARM", "Cortex-A76 [Impl 0x41 Arch 8]", "ARM Cortex-A76"),
+        ("", "", ""),
+    ],
+)
+def test_families_of_processors(vendor: str, model: str, family: str) -> None:
+    assert cpu_family(vendor, model) == family
+
+
+def test_a_processor_s_family_is_a_group_that_can_be_blocked_and_ties_nobody() -> None:
+    host = {**OLD, "p_vendor": "GenuineIntel", "p_model": "Core [Family 6 Model 142 Stepping 10]"}
+    both = {
+        n: witness_of({"hostid": n, "userid": n, "app_version_id": 9}, "k", Records({n: host}), Newcomers(), NOW)
+        for n in (1, 2)
+    }
+    group = "cpu:GenuineIntel Family 6 Model 142"
+    assert group in both[1].groups and votes(both, Independence(devices=True)) == 2
+    assert votes(both, Independence(blocked=frozenset({group}))) == 0
+    assert votes(both, Independence(suspect=frozenset({group}))) == 1
 
 
 @pytest.mark.parametrize(
@@ -182,6 +273,9 @@ def test_family_and_driver(plan_class: str, version: int, serial: str, expected:
         ("fe80::1", ""),
         ("", ""),
         ("not an address", ""),
+        ("8.8.8.8, 203.0.114.9", "203.0.114.0/24"),  # behind a proxy: the last is what that one has seen
+        ("203.0.114.9, 10.0.0.1", ""),
+        ("?.?.?.?", ""),
     ],
 )
 def test_networks_of_public_addresses(address: str, network: str) -> None:

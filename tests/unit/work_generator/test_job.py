@@ -93,12 +93,24 @@ def test_diloco_has_its_published_outer_optimizer_unless_told_otherwise(tmp_path
 
 
 def test_settings_survive_storing(tmp_path: Path) -> None:
-    for toml in (GOOD, diloco()):
+    classed = diloco().replace("local_steps = 20", "local_steps = 20\nspeed_classes = [1, 0.5]")
+    for toml in (GOOD, diloco(), classed):
         config = load_config(folder(tmp_path, toml))
         again = JobConfig.from_json(config.canonical_json(), tmp_path)
         assert again == config
         assert again.canonical_json() == config.canonical_json()
         assert str(tmp_path) not in config.canonical_json()
+
+
+def test_a_rule_that_takes_short_updates_for_wrong_ones_is_refused_with_speed_classes(tmp_path: Path) -> None:
+    classed = diloco().replace("local_steps = 20", "local_steps = 20\nspeed_classes = [1, 0.5]")
+    for section in ('rule = "median"', 'mixing = "nearest_neighbour"'):
+        with pytest.raises(JobError, match=r"shorter updates .* remove (rule|mixing), or speed_classes"):
+            load_config(folder(tmp_path, f"{classed}[aggregation]\n{section}\n"))
+    gradients = GOOD.replace(
+        "max_versions = 10", "max_versions = 10\nbatches_per_microtask = 4\nspeed_classes = [1, 0.5]"
+    )
+    load_config(folder(tmp_path, f'{gradients}[aggregation]\nrule = "median"\n'))  # mean gradients, of equal length
 
 
 # What is wrong: (text replaced, by what, line named, words of the sentence).
@@ -126,6 +138,25 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         "max_versions = 10\nlocal_steps = 5",
         19,
         r"has a meaning only with an \[inner_optimizer\]",
+    ),
+    "speeds that rise": (
+        "max_versions = 10",
+        "max_versions = 10\nspeed_classes = [0.5, 1.0]",
+        19,
+        r"must be 2 to 10 falling numbers above 0, of which the first is 1.* speed_classes = \[1.0, 0.5, 0.25\]",
+    ),
+    "a count of classes": ("max_versions = 10", "max_versions = 10\nspeed_classes = 3", 19, "falling numbers"),
+    "classes without steps": (
+        "max_versions = 10",
+        "max_versions = 10\nspeed_classes = [1, 0.5]",
+        19,
+        r"at least 1 \(1 -> 1, 0.5 -> 0 of batches_per_microtask = 1\); raise batches_per_microtask or write fewer",
+    ),
+    "classes of the same steps": (
+        "max_versions = 10",
+        "max_versions = 10\nbatches_per_microtask = 4\nspeed_classes = [1, 0.5, 0.49, 0.4]",
+        20,
+        "a number of steps of its own",
     ),
     "inner optimizer of sync": (
         "[optimizer]",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from work_generator.plan import DataPlan, batches_of_microtask
+from boinc_project.plan import DataPlan, batches_of_microtask
 
 ROWS = st.lists(st.integers(1, 30), min_size=1, max_size=4).map(tuple)
 

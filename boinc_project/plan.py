@@ -6,7 +6,8 @@ batches of an epoch are numbered on through all versions:
 
     batch number = number of the microtask * batches per microtask + batch
 
-Two microtasks never share a batch, the same one issued again gets the same batches, and nothing depends on who
+or, where microtasks have unlike numbers of batches, first batch of the microtask + batch (speed_classes.py). Two
+microtasks never share a batch, the same one issued again gets the same batches, and nothing depends on who
 computes what or when.
 """
 
@@ -58,9 +59,13 @@ def _epoch_order(seed: int, epoch: int, rows: tuple[int, ...]) -> tuple[Array, A
 
 
 def batches_of_microtask(plan: DataPlan, number: int, batches: int) -> tuple[tuple[Batch, ...], tuple[int, ...]]:
-    """The batches of the job's microtask `number`, and the shards they use: Batch.shards number the entries of that
-    list."""
-    first = number * batches
+    """The batches of the job's microtask `number`, where all have so many, and the shards they use."""
+    return batches_from(plan, number * batches, batches)
+
+
+def batches_from(plan: DataPlan, first: int, batches: int) -> tuple[tuple[Batch, ...], tuple[int, ...]]:
+    """So many batches from the one with number `first` on, and the shards they use: Batch.shards number the entries of
+    that list."""
     drawn = [plan.samples_of(first + index) for index in range(batches)]
     used = sorted({int(shard) for shards, _ in drawn for shard in shards})
     place = {shard: number for number, shard in enumerate(used)}
