@@ -1,9 +1,11 @@
 """Bytes that training costs on 8 volunteers' computers, against PyTorch DDP on the same batches in the same order.
 
-The character GPT of examples/gpt_chars (`--features`, `--layers` make it smaller), 8 hosts. Ours: DiLoCo in the
-simulator with the real daemons, `--local-steps` H of AdamW a task, results as fp4, versions as int8 deltas between
-keyframes. Theirs: AdamW over the mean gradient of the 8 workers, which is what DistributedDataParallel computes; it is
-stepped here in one process. Both see the same tokens; the rate is scheduled alike.
+The character GPT of examples/gpt_chars, made smaller (`--features`, `--layers`), 8 hosts. Both sides start from the
+same weights: `--start-steps` steps of plain PyTorch on one computer, which costs no traffic (DiLoCo's paper begins with
+24,000 of 88,000 steps); 0: from random ones. Then both see the same tokens in the same batches.
+Ours: DiLoCo in the simulator with the real daemons, `--local-steps` H of AdamW a task, results as fp4, versions as int8
+deltas between keyframes. Theirs: AdamW over the mean gradient of the 8 workers, which is what DistributedDataParallel
+computes; it is stepped in one process, and checked against real processes over gloo. Rates are scheduled alike.
 
     DDP          ring all-reduce: 2 (n - 1) / n x 4 P bytes sent by each of n workers in each step, P parameters. What
                  they receive is as much again; it is not counted, ours is
@@ -13,7 +15,12 @@ stepped here in one process. Both see the same tokens; the rate is scheduled ali
     upload_factor           DDP bytes / up, without replication;  upload_factor_quorum2: with a quorum of 2
     loss_ratio              our held-out loss / theirs, for equal tokens; the largest of the seeds
     target_factor           the same as total_factor, up to the moment at which each is at `--target` x their final loss
-All figures but loss_ratio are medians over the seeds.
+    ddp_wire_ratio          bytes of real DDP's steps on the wire / those of the formula
+    ddp_distance            relative L2 distance of real DDP's weights from those stepped in one process
+    hivemind_..., flower_...  the same factors for one exchange of the same weights every H steps (bytes_peers.py); what
+                            loss these reach is not measured
+All figures of training but loss_ratio are medians over the seeds. Rates were chosen (`--tune`) on a seed that is not
+among them, from one grid for both sides.
 """
 
 from __future__ import annotations
@@ -25,25 +32,37 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from boinc_project.plan import DataPlan
 from boinc_project.simulator.computing import Computer
 from boinc_project.simulator.report import Report, report_of
 from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
-from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed
-from scripts.benchmarks.simulations import plot_path
+from scripts.benchmarks.bytes_ddp import Theirs, check, ddp, held_out, parameters_in, ring_bytes, train
+from scripts.benchmarks.bytes_peers import flower_bytes, hivemind_bytes
+from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed, BenchmarkSkipped
+from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, plot_path
 from work_generator.export import ExportedJob, export_job
 from work_generator.job import Job
 from work_generator.workunits import data_plan
 
 HOSTS = 8
 GOALS = "upload_factor >= 500, upload_factor_quorum2 >= 250, loss_ratio <= 1.01"
+DDP_TOLERANCE = 1e-5
+
+#: What `--tune` tries, on a seed that is never reported: AdamW's rates (both sides); outer rate and momentum (ours).
+TUNING_SEED = 1000
+RATES = (4e-3, 8e-3, 1.6e-2)
+OUTER = ((1.0, 0.5), (0.8, 0.8), (0.7, 0.9))
+#: And what it chose.
+THEIR_RATE, OUR_RATE, OUR_OUTER = 8e-3, 8e-3, (0.7, 0.9)
 
 _SECTIONS = """
 [train]
@@ -85,38 +104,58 @@ keyframe_every = {keyframes}
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
     parser.add_argument("--local-steps", type=int, default=36, help="H (default 36)")
-    parser.add_argument("--versions", type=int, default=100, help="model versions (default 100)")
-    parser.add_argument("--features", type=int, default=64, help="width of the GPT (default 64)")
-    parser.add_argument("--layers", type=int, default=2, help="its layers (default 2)")
-    parser.add_argument("--batch", type=int, default=4, help="samples of one batch of one worker (default 4)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="rate of AdamW, theirs and ours (default 2e-3)")
-    parser.add_argument("--outer", type=float, default=0.7, help="outer rate (default 0.7)")
-    parser.add_argument("--momentum", type=float, default=0.9, help="outer momentum (default 0.9)")
+    parser.add_argument("--versions", type=int, default=80, help="model versions (default 80)")
+    parser.add_argument("--start-steps", type=int, default=1000, help="steps before the comparison (default 1000)")
+    parser.add_argument("--features", type=int, default=32, help="width of the GPT (default 32)")
+    parser.add_argument("--layers", type=int, default=1, help="its layers (default 1)")
+    parser.add_argument("--heads", type=int, default=2, help="its heads (default 2)")
+    parser.add_argument("--batch", type=int, default=8, help="samples of one batch of one worker (default 8)")
+    parser.add_argument("--their-lr", type=float, default=THEIR_RATE, help=f"DDP's rate (default {THEIR_RATE})")
+    parser.add_argument("--lr", type=float, default=OUR_RATE, help=f"rate of local steps (default {OUR_RATE})")
+    parser.add_argument("--outer", type=float, default=OUR_OUTER[0], help=f"outer rate (default {OUR_OUTER[0]})")
+    parser.add_argument("--momentum", type=float, default=OUR_OUTER[1], help=f"outer momentum (default {OUR_OUTER[1]})")
     parser.add_argument("--codec", default="fp4", help="how results travel (default fp4)")
-    parser.add_argument("--keyframes", type=int, default=16, help="versions from keyframe to keyframe (default 16)")
+    parser.add_argument("--keyframes", type=int, default=32, help="versions from keyframe to keyframe (default 32)")
     parser.add_argument(
         "--target", type=float, default=1.05, help="target loss, as a multiple of theirs (default 1.05)"
     )
+    parser.add_argument("--ddp-workers", type=int, default=4, help="processes of real DDP (default 4; 0: none)")
+    parser.add_argument("--no-peers", action="store_true", help="leave hivemind and Flower out")
+    parser.add_argument("--tune", action="store_true", help="try the grids instead, on the tuning seed (hours)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """total_factor, upload_factor, upload_factor_quorum2, loss_ratio, target_factor."""
+    """total_factor, upload_factor, upload_factor_quorum2, loss_ratio, target_factor and so on."""
     print(__doc__)
+    torch.set_num_threads(1)
+    if options.tune:
+        return _tuned(options)
     found: dict[str, list[float]] = {}
     curves = []
+    others: dict[str, float] = {}
     for seed in range(options.seeds):
         with _job(options, seed) as (job, exported):
             computer = Computer("torch", kept=HOSTS * options.versions)
-            (single, plan), (double, _) = (_run(job, exported, quorum, seed, computer) for quorum in (1, 2))
-            theirs = ddp(job, exported, plan)
+            single, plan = _run(job, exported, 1, seed, computer)
+            double, _ = _run(job, exported, 2, seed, computer)
+            if double.digests != single.digests:
+                raise BenchmarkFailed("a quorum of 2 led to other weights than single copies")
+            theirs = ddp(_at(job, options.their_lr), plan)
             for name, value in _figures(options, theirs, single, double).items():
                 found.setdefault(name, []).append(value)
-            print(f"seed {seed}: DDP {theirs.final:.4f}; {single.text()}", flush=True)
-            print(f"seed {seed}: { ({name: round(values[-1], 4) for name, values in found.items()}) }", flush=True)
+            print(f"seed {seed}: {single.text()}")
+            print(
+                f"seed {seed}: from loss {held_out(job):.4f} DDP gets to {theirs.final:.4f}, we to"
+                f" {single.last.evaluation['loss']:.4f}; { ({name: round(v[-1], 4) for name, v in found.items()}) }",
+                flush=True,
+            )
             curves.append((theirs, single, double))
+            if not seed:
+                others = {**_real_ddp(options, job, plan), **_peers(options, job)}
     _draw(options, curves, plot_path("bytes"))
     print(f"plot: {plot_path('bytes')}; goals: {GOALS}")
-    return {name: max(values) if name == "loss_ratio" else statistics.median(values) for name, values in found.items()}
+    figures = {n: max(values) if n == "loss_ratio" else statistics.median(values) for n, values in found.items()}
+    return {**figures, **others}
 
 
 def _figures(options: argparse.Namespace, theirs: Theirs, single: Report, double: Report) -> dict[str, float]:
@@ -138,35 +177,122 @@ def _moved(version: Any) -> int:
     return int(version.bytes_up + version.bytes_down + version.bytes_messages)
 
 
+def _real_ddp(options: argparse.Namespace, job: Job, plan: DataPlan) -> dict[str, float]:
+    if not options.ddp_workers:
+        return {}
+    try:
+        found = check(job, plan, options.ddp_workers, 10, job.folder)
+    except BenchmarkSkipped as skipped:
+        print(f"real DDP is not compared with: {skipped}")
+        return {}
+    if found.distance > DDP_TOLERANCE:
+        raise BenchmarkFailed(f"real DDP is at a distance of {found.distance:.2g} from its steps in one process")
+    print(f"real DDP, {options.ddp_workers} processes over gloo, 10 steps: {found}", flush=True)
+    return {"ddp_distance": found.distance, "ddp_wire_ratio": found.bytes_ratio}
+
+
+def _peers(options: argparse.Namespace, job: Job) -> dict[str, float]:
+    """Factors of one exchange of the job's weights every H steps."""
+    if options.no_peers:
+        return {}
+    tensors = [p.detach().numpy() for p in job.model.parameters()]
+    count, found = parameters_in(job.model), dict[str, float]()
+    theirs = options.local_steps * ring_bytes(HOSTS, count)
+    try:
+        for name, sent in hivemind_bytes(count, HOSTS).items():
+            found[f"hivemind_{name}_factor"] = theirs / sent
+    except (BenchmarkSkipped, BenchmarkFailed) as failed:
+        print(f"hivemind is not compared with: {failed}")
+    try:
+        down, up = flower_bytes(tensors, HOSTS)
+        found.update({"flower_total_factor": theirs / (up + down), "flower_upload_factor": theirs / up})
+    except BenchmarkSkipped as skipped:
+        print(f"Flower is not compared with: {skipped}")
+    print(f"one exchange every {options.local_steps} steps: {found}", flush=True)
+    return found
+
+
+def _tuned(options: argparse.Namespace) -> dict[str, float]:
+    """Final losses over the grids: rates first, then, at our best rate, outer settings."""
+    losses: dict[tuple[float, tuple[float, float]], float] = {}
+    theirs: dict[float, float] = {}
+    with _job(options, TUNING_SEED) as (job, exported):
+
+        def ours(rate: float, outer: tuple[float, float]) -> DataPlan:
+            optimizer = replace(job.config.optimizer, lr=outer[0], momentum=outer[1])
+            changed = _at(replace(job, config=replace(job.config, optimizer=optimizer)), rate)
+            report, plan = _run(changed, exported, 1, TUNING_SEED, Computer("torch"))
+            losses[rate, outer] = report.last.evaluation["loss"]
+            print(f"ours: rate {rate}, outer rate and momentum {outer}: {losses[rate, outer]:.4f}", flush=True)
+            return plan
+
+        for rate in RATES:
+            plan = ours(rate, (options.outer, options.momentum))
+            theirs[rate] = ddp(_at(job, rate), plan).final
+            print(f"DDP: rate {rate}: {theirs[rate]:.4f}", flush=True)
+        best = min(losses, key=lambda key: losses[key])[0]
+        for outer in OUTER:
+            if (best, outer) not in losses:
+                ours(best, outer)
+    best, outer = min(losses, key=lambda key: losses[key])
+    return {
+        "their_rate": min(theirs, key=lambda rate: theirs[rate]), "their_loss": min(theirs.values()), "our_rate": best,
+        "our_outer_rate": outer[0], "our_outer_momentum": outer[1], "our_loss": losses[best, outer],
+    }  # fmt: skip
+
+
+def _at(job: Job, rate: float) -> Job:
+    """The job with another rate of its inner optimizer."""
+    assert job.config.inner_optimizer is not None
+    return replace(job, config=replace(job.config, inner_optimizer=replace(job.config.inner_optimizer, lr=rate)))
+
+
 @contextmanager
 def _job(options: argparse.Namespace, seed: int) -> Iterator[tuple[Job, ExportedJob]]:
-    """The example with these settings, traced."""
+    """The example with these settings and a start of its own, traced."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(REPOSITORY / "examples" / "gpt_chars", folder, dirs_exist_ok=True)
         code = (folder / "gpt.py").read_text()
-        code = re.sub(r"^FEATURES = \d+", f"FEATURES = {options.features}", code, flags=re.M)
-        (folder / "gpt.py").write_text(re.sub(r"^LAYERS = \d+", f"LAYERS = {options.layers}", code, flags=re.M))
-        text = (folder / "job.toml").read_text()
+        for constant in ("features", "layers", "heads"):
+            value = getattr(options, constant)
+            code = re.sub(rf"^{constant.upper()} = \d+", f"{constant.upper()} = {value}", code, flags=re.M)
+        (folder / "gpt.py").write_text(code)
+        text = (REPOSITORY / "examples" / "gpt_chars" / "job.toml").read_text()
         head = text[: text.index("[train]")].replace("batch_size = 16", f"batch_size = {options.batch}")
         head = head.replace("seed = 1", f"seed = {seed}")
-        (folder / "job.toml").write_text(
-            head
-            + _SECTIONS.format(
-                hosts=HOSTS, steps=options.local_steps, versions=options.versions,
-                every=max(1, options.versions // 25), outer=options.outer, momentum=options.momentum, lr=options.lr,
-                codec=options.codec, keyframes=options.keyframes, warmup=max(1, options.versions // 20),
-            )
+        sections = _SECTIONS.format(
+            hosts=HOSTS, steps=options.local_steps, versions=options.versions,
+            every=max(1, options.versions // 20), outer=options.outer, momentum=options.momentum, lr=options.lr,
+            codec=options.codec, keyframes=options.keyframes, warmup=max(1, options.versions // 20),
         )  # fmt: skip
+        (folder / "job.toml").write_text(head + sections)
+        if options.start_steps:
+            _write_start(_at(Job.load(folder), options.their_lr), options.start_steps, folder / "start.safetensors")
+            head = head.replace("\n[data]", 'pretrained = "start.safetensors"\n\n[data]')
+            (folder / "job.toml").write_text(head + sections)
         job = Job.load(folder)
         yield job, export_job(job)
 
 
+def _write_start(job: Job, steps: int, path: Path) -> None:
+    """Train so many steps with batches of 16 at a constant rate, over samples in an order of their own."""
+    schedule = replace(job.config.schedule, kind="constant")
+    short = replace(job.config.train, local_steps=8)  # the rate rises over the first few dozen steps
+    config = replace(job.config, schedule=schedule, train=short)
+    draws = np.random.default_rng([job.config.job.seed, steps])
+    rows = draws.integers(0, len(job.data["train"]["text"]), (steps, 16))
+    train(replace(job, config=config), rows)
+    save_file({name: value.clone() for name, value in job.model.state_dict().items()}, path)
+
+
 def _run(job: Job, exported: ExportedJob, quorum: int, seed: int, computer: Computer) -> tuple[Report, DataPlan]:
+    """A simulated training. With a quorum of 2 it is that of single copies once more, and not evaluated again."""
     unit = replace(job.config.workunit, min_quorum=quorum, target_nresults=quorum)
-    job = replace(job, config=replace(job.config, workunit=unit))
+    every = replace(job.config.train, evaluate_every=job.config.train.evaluate_every if quorum == 1 else 0)
+    job = replace(job, config=replace(job.config, workunit=unit, train=every))
     hosts = synthetic_hosts(HOSTS, seed, flops=5e9, flops_sigma=0.2)
-    settings = Settings(seed=seed, options={"gt_dry_rpc_delay": 60})
+    settings = Settings(seed=seed, options=LONG_TASKS, intervals=LONG_INTERVALS)
     with simulated(job, exported, hosts, settings, computer=computer) as simulation:
         simulation.run()
         report, plan = report_of(simulation), data_plan(job.config, simulation.project.job.facts)
@@ -190,9 +316,11 @@ def _draw(options: argparse.Namespace, curves: Sequence[tuple[Theirs, Report, Re
         [loss for _, loss in theirs.curve],
         label="DDP, sent",
     )
-    for label, report in (("ours, all bytes", single), ("ours, quorum of 2, all bytes", double)):
-        shown = [each for each in report.versions if each.evaluation]
-        axes.plot([_moved(each) for each in shown], [each.evaluation["loss"] for each in shown], label=label)
+    shown = [each for each in single.versions if each.evaluation]
+    losses = [each.evaluation["loss"] for each in shown]
+    twice = {each.version: each for each in double.versions}
+    axes.plot([_moved(each) for each in shown], losses, label="ours, all bytes")
+    axes.plot([_moved(twice[each.version]) for each in shown], losses, label="ours, quorum of 2, all bytes")
     axes.set(xlabel="bytes", ylabel="held-out loss", xscale="log", title=f"character GPT, H = {options.local_steps}")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
+from boinc_project.plan import DataPlan
 from scripts.benchmarks import wire
 from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed
 from work_generator.job import Job
-from work_generator.plan import DataPlan
 
 Array = npt.NDArray[Any]
 
@@ -44,21 +45,22 @@ def ring_bytes(workers: int, parameters: int) -> float:
     return workers * 2 * (workers - 1) / workers * 4 * parameters
 
 
-def rows_of(job: Job, plan: DataPlan) -> Array:
-    """Samples of every worker's batch of every step, [steps, workers, batch], as the job's microtasks have them."""
+def rows_of(job: Job, plan: DataPlan) -> list[list[Array]]:
+    """Samples of each worker's batch, by steps, as the job's microtasks have them. An epoch's last batch is shorter."""
     workers, steps = job.config.train.microtasks_per_version, job.config.train.local_steps
     starts = np.concatenate([[0], np.cumsum(plan.rows)])
-    found = np.zeros((job.config.train.max_versions * steps, workers, plan.batch_size), np.int64)
-    for step in range(len(found)):
+    found = []
+    for step in range(job.config.train.max_versions * steps):
         version, inside = divmod(step, steps)
-        for slot in range(workers):
-            shards, rows = plan.samples_of((version * workers + slot) * steps + inside)
-            found[step, slot] = starts[shards] + rows
+        drawn = [plan.samples_of((version * workers + slot) * steps + inside) for slot in range(workers)]
+        found.append([starts[shards] + rows for shards, rows in drawn])
     return found
 
 
-def train(job: Job, rows: Array, model: torch.nn.Module | None = None, every: int = 0) -> list[tuple[int, float]]:
-    """Step AdamW over the mean gradient of rows [steps, samples]; (step, held-out loss) after each `every` steps.
+def train(
+    job: Job, rows: Sequence[Array], model: torch.nn.Module | None = None, every: int = 0
+) -> list[tuple[int, float]]:
+    """Step AdamW, each step over the mean gradient of its samples; (step, held-out loss) after each `every` steps.
 
     `model`: the job's, wrapped.
     """
@@ -70,11 +72,11 @@ def train(job: Job, rows: Array, model: torch.nn.Module | None = None, every: in
         parameters, lr=inner.lr, betas=inner.betas, eps=inner.eps, weight_decay=inner.weight_decay
     )
     text, curve = job.data["train"]["text"], []
-    for step, chosen in enumerate(torch.from_numpy(rows)):
+    for step, chosen in enumerate(rows):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate(step // config.train.local_steps)
         optimizer.zero_grad()
-        job.loss(model, {"text": text[chosen]}).mean().backward()
+        job.loss(model, {"text": text[torch.from_numpy(chosen)]}).mean().backward()
         torch.nn.utils.clip_grad_norm_(parameters, inner.max_norm)
         optimizer.step()
         if every and ((step + 1) % every == 0 or step + 1 == len(rows)):
@@ -94,10 +96,9 @@ def ddp(job: Job, plan: DataPlan) -> Theirs:
     """All of the job's steps from its first weights, one over the batches of all workers together."""
     rows = rows_of(job, plan)
     fresh = Job.load(job.config)
-    curve = train(
-        fresh, rows.reshape(len(rows), -1), every=job.config.train.evaluate_every * job.config.train.local_steps
-    )
-    return Theirs(tuple(curve), ring_bytes(rows.shape[1], _count(fresh.model)))
+    together = [np.concatenate(each) for each in rows]
+    curve = train(fresh, together, every=job.config.train.evaluate_every * job.config.train.local_steps)
+    return Theirs(tuple(curve), ring_bytes(len(rows[0]), parameters_in(fresh.model)))
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Checked:
 
 def check(job: Job, plan: DataPlan, workers: int, steps: int, folder: Path) -> Checked:
     """Train the first steps with the first workers, by real processes and in this one. Raises as wire.alone."""
-    rows = rows_of(job, plan)[:steps, :workers]
+    rows = np.array([each[:workers] for each in rows_of(job, plan)[:steps]])
     np.save(folder / "rows.npy", rows)
     carried = wire.alone(__name__, str(folder))["carried"]
     fresh = Job.load(job.config)
@@ -120,10 +121,11 @@ def check(job: Job, plan: DataPlan, workers: int, steps: int, folder: Path) -> C
     if any(not torch.equal(each, real[0]) for each in real):
         raise BenchmarkFailed("the processes of DDP ended with different weights")
     distance = float((real[0] - _flat(fresh.model)).norm() / _flat(fresh.model).norm())
-    return Checked(distance, carried / steps / ring_bytes(workers, _count(fresh.model)))
+    return Checked(distance, carried / steps / ring_bytes(workers, parameters_in(fresh.model)))
 
 
-def _count(model: torch.nn.Module) -> int:
+def parameters_in(model: torch.nn.Module) -> int:
+    """How many numbers are trained."""
     return sum(p.numel() for p in model.parameters())
 
 

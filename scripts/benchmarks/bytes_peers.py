@@ -69,7 +69,8 @@ def _measured(parameters: int, peers: int) -> Mapping[str, float]:
                     values = torch.from_numpy(np.random.default_rng(number).standard_normal(parameters, np.float32))
                     member = averaging.DecentralizedAverager(
                         [values], table, prefix=name, target_group_size=peers, min_group_size=peers,
-                        compression=getattr(compression, kind)(), min_matchmaking_time=5.0, request_timeout=2.0, start=True,
+                        compression=getattr(compression, kind)(), min_matchmaking_time=5.0, request_timeout=2.0,
+                        start=True,
                     )  # fmt: skip
                     stack.callback(member.shutdown)
                     members.append(member)
