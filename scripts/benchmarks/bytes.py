@@ -103,9 +103,9 @@ keyframe_every = {keyframes}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
-    parser.add_argument("--local-steps", type=int, default=36, help="H (default 36)")
-    parser.add_argument("--versions", type=int, default=80, help="model versions (default 80)")
-    parser.add_argument("--start-steps", type=int, default=1000, help="steps before the comparison (default 1000)")
+    parser.add_argument("--local-steps", type=int, default=40, help="H (default 40)")
+    parser.add_argument("--versions", type=int, default=72, help="model versions (default 72)")
+    parser.add_argument("--start-steps", type=int, default=4000, help="steps before the comparison (default 4000)")
     parser.add_argument("--features", type=int, default=32, help="width of the GPT (default 32)")
     parser.add_argument("--layers", type=int, default=1, help="its layers (default 1)")
     parser.add_argument("--heads", type=int, default=2, help="its heads (default 2)")
