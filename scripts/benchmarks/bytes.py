@@ -282,7 +282,7 @@ def _write_start(job: Job, steps: int, path: Path) -> None:
     config = replace(job.config, schedule=schedule, train=short)
     draws = np.random.default_rng([job.config.job.seed, steps])
     rows = draws.integers(0, len(job.data["train"]["text"]), (steps, 16))
-    train(replace(job, config=config), rows)
+    train(replace(job, config=config), list(rows))
     save_file({name: value.clone() for name, value in job.model.state_dict().items()}, path)
 
 

@@ -116,7 +116,7 @@ def check(job: Job, plan: DataPlan, workers: int, steps: int, folder: Path) -> C
     np.save(folder / "rows.npy", rows)
     carried = wire.alone(__name__, str(folder))["carried"]
     fresh = Job.load(job.config)
-    train(fresh, rows.reshape(len(rows), -1))
+    train(fresh, list(rows.reshape(len(rows), -1)))
     real = [load_file(folder / f"weights{rank}.safetensors")["weights"] for rank in range(workers)]
     if any(not torch.equal(each, real[0]) for each in real):
         raise BenchmarkFailed("the processes of DDP ended with different weights")
