@@ -317,6 +317,9 @@ class AggregationSection:
     mixing_rate: float = _key(
         _number(0, 1, 0.6, above=True), "share that a contribution's model has in the next one", default=0.6
     )
+    compensation: float = _key(
+        _number(0, 10, 0.1), "strength of the correction for what has been moved since a result was begun", default=0.1
+    )
     momentum_every: int = _key(
         _integer(0, MAX_COUNT, 32),
         "contributions between two updates of the outer momentum; 0: microtasks_per_version",
@@ -541,6 +544,14 @@ class JobConfig:
         return self.train.batches_per_microtask if self.inner_optimizer is None else self.train.local_steps
 
     @property
+    def class_steps(self) -> tuple[int, ...]:
+        """Batches of a microtask by BOINC's size class, the slowest hosts' first; empty without speed classes.
+
+        DyLU (Liu et al. 2024, https://arxiv.org/abs/2401.09135): H_w = floor(v_w / v_max H).
+        """
+        return tuple(math.floor(speed * self.steps + 1e-9) for speed in reversed(self.train.speed_classes))
+
+    @property
     def ships_state(self) -> bool:
         """Whether the inner optimizer's state is part of versions and updates."""
         return self.inner_optimizer is not None and self.inner_optimizer.state == "shipped"
@@ -548,14 +559,6 @@ class JobConfig:
     def inner_step(self, version: int) -> int | None:
         """Steps that a version's state of the inner optimizer has seen, `local_steps` a version; None: it has none."""
         return version * self.train.local_steps if self.ships_state else None
-
-    @property
-    def class_steps(self) -> tuple[int, ...]:
-        """Batches of a microtask by BOINC's size class, the slowest hosts' first; empty without speed classes.
-
-        DyLU (Liu et al. 2024, https://arxiv.org/abs/2401.09135): H_w = floor(v_w / v_max H).
-        """
-        return tuple(math.floor(speed * self.steps + 1e-9) for speed in reversed(self.train.speed_classes))
 
     @property
     def grace_s(self) -> float | None:
@@ -840,6 +843,39 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
     )
 
 
+def _check_speed_classes(config: JobConfig, source: _Source) -> None:
+    """Every class has steps of its own, and nothing compares updates of unlike numbers of steps."""
+    steps, local, section = config.class_steps, config.inner_optimizer is not None, config.aggregation
+    if not steps:
+        return
+    key = "local_steps" if local else "batches_per_microtask"
+    if steps[0] < 1 or len(set(steps)) < len(steps):
+        shown = ", ".join(
+            f"{each:g} -> {count}" for each, count in zip(config.train.speed_classes, steps[::-1], strict=True)
+        )
+        raise source.error(
+            "train",
+            "speed_classes",
+            f"speed_classes in [train] must leave each class a number of steps of its own, at least 1 ({shown} of"
+            f" {key} = {config.steps}); raise {key} or write fewer classes",
+        )
+    if config.ships_state:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] counts local_steps for every version, and with speed_classes slower'
+            " hosts take fewer; remove state, or speed_classes from [train]",
+        )
+    if local and (section.rule != "mean" or section.mixing != "none"):
+        key = "mixing" if section.mixing != "none" else "rule"
+        raise source.error(
+            "aggregation",
+            key,
+            f'{key} = "{getattr(section, key)}" in [aggregation] takes slower hosts\' shorter updates for wrong ones;'
+            f" remove {key}, or speed_classes from [train]",
+        )
+
+
 def _check_shipped(config: JobConfig, source: _Source) -> None:
     """That the inner optimizer has a state, and that all of it can be sent."""
     inner = config.inner_optimizer
@@ -857,32 +893,6 @@ def _check_shipped(config: JobConfig, source: _Source) -> None:
             "state",
             f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
             " hold a part of the model; remove state or change the policy",
-        )
-
-
-def _check_speed_classes(config: JobConfig, source: _Source) -> None:
-    """Every class has steps of its own, and nothing compares updates of unlike numbers of steps."""
-    steps, local, section = config.class_steps, config.inner_optimizer is not None, config.aggregation
-    if not steps:
-        return
-    key = "local_steps" if local else "batches_per_microtask"
-    if steps[0] < 1 or len(set(steps)) < len(steps):
-        shown = ", ".join(
-            f"{each:g} -> {count}" for each, count in zip(config.train.speed_classes, steps[::-1], strict=True)
-        )
-        raise source.error(
-            "train",
-            "speed_classes",
-            f"speed_classes in [train] must leave each class a number of steps of its own, at least 1 ({shown} of"
-            f" {key} = {config.steps}); raise {key} or write fewer classes",
-        )
-    if local and (section.rule != "mean" or section.mixing != "none"):
-        key = "mixing" if section.mixing != "none" else "rule"
-        raise source.error(
-            "aggregation",
-            key,
-            f'{key} = "{getattr(section, key)}" in [aggregation] takes slower hosts\' shorter updates for wrong ones;'
-            f" remove {key}, or speed_classes from [train]",
         )
 
 

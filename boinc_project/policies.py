@@ -57,6 +57,7 @@ POLICIES: Mapping[str, PolicyFacts] = {
     "partition": _policy(flow=False, inner=None, outer={}, keys=frozenset(), parts_by="elements", parts=4),
     "buffered": _policy(flow=True, inner=None, outer={}, keys=_RULE | _AGE),
     "anchored": _policy(flow=True, inner=None, outer={}, keys=_RULE | _AGE | _ANCHOR),
+    "delay-compensated": _policy(flow=True, inner=True, outer={}, keys=_AGE | {"compensation"}, age_weight="constant"),
     "async": _policy(flow=True, inner=True, keys=_AGE | {"mixing_rate"}, mixing_rate=0.6),
     "vc-asgd": _policy(flow=True, inner=True, keys=frozenset({"mixing_rate"}), mixing_rate=0.05, age_weight="constant"),
     "delayed-nesterov": _policy(

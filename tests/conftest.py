@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from tests import databases
 os.environ.setdefault("RUSTICL_ENABLE", "llvmpipe")
 # OpenCL drivers keep what they build in the repository, and nothing in the home folder.
 DRIVERS = Path(__file__).resolve().parents[1] / ".cache" / "drivers"
-DRIVERS.mkdir(parents=True, exist_ok=True)
-for _variable in ("POCL_CACHE_DIR", "MESA_SHADER_CACHE_DIR"):
-    os.environ.setdefault(_variable, str(DRIVERS))
+# tests/standard run as the owner of a project, who may not write here and needs no OpenCL.
+with contextlib.suppress(PermissionError):
+    DRIVERS.mkdir(parents=True, exist_ok=True)
+    for _variable in ("POCL_CACHE_DIR", "MESA_SHADER_CACHE_DIR"):
+        os.environ.setdefault(_variable, str(DRIVERS))
 
 
 @pytest.fixture(params=databases.parameters(databases.SQLITE, databases.MARIADB))

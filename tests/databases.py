@@ -34,6 +34,14 @@ def parameters(*kinds: str) -> list[Any]:
     return [pytest.param(kind, marks=[needs_mariadb] if kind in _SQL_MODES else [], id=kind) for kind in kinds]
 
 
+#: For a claim that other tests make on MariaDB as well: there it is repeated in long runs only
+#: (`@pytest.mark.parametrize("each_database", REPEATED, indirect=True)`).
+REPEATED = [
+    *parameters(SQLITE),
+    *(pytest.param(MARIADB, marks=[*each.marks, pytest.mark.long], id=each.id) for each in parameters(MARIADB)),
+]
+
+
 @contextlib.contextmanager
 def chosen(kind: str) -> Iterator[None]:
     """Projects made in this block lie on a database of this kind."""

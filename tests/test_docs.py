@@ -52,6 +52,12 @@ OTHER_OPTIONS = {
     "--constraint",  # pip
     "--editable",
     "--cron",  # bin/start
+    "--app_name",  # size_regulator
+    "--lo",
+    "--hi",
+    "--sleep_time",
+    "--priority_order_create_time",
+    "--random_order",
     "--strict",  # mypy
 }
 TOP_FOLDERS = "apps|assimilator|boinc_project|docs|examples|kernels|scripts|tests|validator|work_generator"

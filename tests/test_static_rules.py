@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,14 @@ MACHINE_PATH = re.compile(r"(?<![\w.$}{*])/(?:home|root|Users|work)/[a-z0-9_.-]{
 REGISTRY_HOST = re.compile(
     r"(?:pypi\.org|pythonhosted\.org|anaconda\.(?:org|com)|registry\.npmjs|deb\.debian\.org|--index-url|--extra-index-url)"
 )
+
+
+def test_every_package_is_installed() -> None:
+    """Tests run from the checkout would not notice one that is missing from what pip installs."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in sources(*PACKAGES)}
+    renamed = {"apps.gradient.kernels"}  # the folder `kernels`
+    assert found == set(declared) - renamed
 
 
 def sources(*folders: str) -> list[Path]:

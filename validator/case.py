@@ -38,7 +38,8 @@ class Case:
         return str(self.unit["name"])
 
     def __str__(self) -> str:
-        return f"[WU#{self.id} {self.unit['name']}]"
+        number = f"#{self.id}" if self.id > 0 else ""  # of one that BOINC may have purged (validator/rechecks.py)
+        return f"[WU{number} {self.unit['name']}]"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from assimilator.policies.age import age_weight
 from assimilator.policies.anchored import anchored
 from assimilator.policies.buffered import buffered
 from assimilator.policies.decoupled_diloco import decoupled_diloco
+from assimilator.policies.delay_compensated import delay_compensated
 from assimilator.policies.delayed_nesterov import delayed_nesterov
 from assimilator.policies.diloco import diloco
 from assimilator.policies.model_mixing import fed_async, vc_asgd
@@ -28,6 +29,7 @@ MAKERS: Mapping[str, Callable[[JobConfig], Policy]] = {
     "partition": partition,
     "buffered": buffered,
     "anchored": anchored,
+    "delay-compensated": delay_compensated,
     "async": fed_async,
     "vc-asgd": vc_asgd,
     "delayed-nesterov": delayed_nesterov,

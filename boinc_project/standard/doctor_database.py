@@ -46,9 +46,16 @@ def check_schema(patient: Patient, connection: Connection) -> Iterator[Finding]:
     there, absent = schema.own_tables(connection)
     if absent and (there or patient.standard):
         yield error(f"our tables {listed(absent)} are missing", f"boinc-train install {patient.folder}")
-    if columns := schema.missing(connection, [gt_metadata.tables[name] for name in there]):
+    addable = schema.addable(connection)
+    if addable:
+        remedy = f"boinc-train install {patient.folder}" if patient.standard else "start boinc-train serve again"
+        yield error(f"our tables are of an earlier boinc-train and lack {listed(addable)}", remedy)
+    others = [
+        name for name in schema.missing(connection, [gt_metadata.tables[name] for name in there]) if name not in addable
+    ]
+    if others:
         yield error(
-            f"our tables lack {listed(columns)}", "they are of another version of boinc-train; see its CHANGELOG"
+            f"our tables lack {listed(others)}", "they are of another version of boinc-train; see its CHANGELOG"
         )
     yield from _nearly_full(connection)
 

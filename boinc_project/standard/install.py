@@ -220,9 +220,16 @@ def snapshot(project: Standard, app_name: str) -> Snapshot:
     with project.database.read() as connection:
         row = connection.execute(sa.select(app).where(app.c.name == app_name)).mappings().first()
         lacking = schema.own_tables(connection)[1]
+        columns = schema.addable(connection)
         if row is not None and app_name not in project.record.apps:
             _refuse_somebody_else_s_app(connection, int(row["id"]), app_name)
-    return Snapshot(files=files, links=links, app_row=None if row is None else dict(row), tables_missing=lacking)
+    return Snapshot(
+        files=files,
+        links=links,
+        app_row=None if row is None else dict(row),
+        tables_missing=lacking,
+        columns_missing=columns,
+    )
 
 
 def _refuse_somebody_else_s_app(connection: Connection, appid: int, name: str) -> None:
@@ -271,7 +278,8 @@ def _apply(project: Standard, step: Step, wanted: Wanted, moment: str) -> None:
             store.create_own_tables(project.database)
         except DBAPIError as error:
             raise InstallError(
-                f"the tables cannot be created ({reason(error)}); give <db_user> the right CREATE on the database"
+                f"our tables cannot be created or changed ({reason(error)});"
+                " give <db_user> the rights CREATE and ALTER on the database"
             ) from error
     elif first.kind == "app":
         _activate_app(project.database, wanted)

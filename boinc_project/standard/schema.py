@@ -69,6 +69,13 @@ def not_transactional(connection: Connection) -> list[str]:
     return sorted(str(name) for name, engine in connection.execute(query, {"names": names}) if engine != "InnoDB")
 
 
+def addable(connection: Connection) -> list[str]:
+    """`table.column` of our tables that are there and lack it, where installing and starting a daemon add it."""
+    there = [gt_metadata.tables[name] for name in own_tables(connection)[0]]
+    columns = {f"{table.name}.{column.name}": column for table in there for column in table.columns}
+    return [name for name in missing(connection, there) if columns[name].server_default is not None]
+
+
 def own_tables(connection: Connection) -> tuple[list[str], list[str]]:
     """(ours that exist, ours that do not)."""
     there = set(sa.inspect(connection).get_table_names())

@@ -50,6 +50,7 @@ class Snapshot:
     links: Mapping[str, str | None]  # name in bin/ -> target; None: absent
     app_row: Mapping[str, Any] | None
     tables_missing: Sequence[str]
+    columns_missing: Sequence[str] = ()  # `table.column` of our tables that are there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,12 @@ def _tables(there: Snapshot) -> Iterator[Step]:
         yield Step(
             title=f"database: create the tables {names}",
             changes=tuple(Change(kind="tables", path=name) for name in there.tables_missing),
+        )
+    if there.columns_missing:
+        tables = dict.fromkeys(name.partition(".")[0] for name in there.columns_missing)
+        yield Step(
+            title=f"database: add the columns {', '.join(there.columns_missing)}",
+            changes=tuple(Change(kind="tables", path=name) for name in tables),
         )
 
 

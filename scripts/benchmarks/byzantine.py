@@ -54,7 +54,7 @@ from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
 from scripts.benchmarks.digits_workers import ATTACKS, Aggregate, Array, Digits, N, Training, accuracy
 from scripts.benchmarks.peers import peer
-from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, example, plot_path, run
+from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, Sections, example, plot_path, run
 
 DEFAULT_RULE = "geometric_median"
 ADAPTIVE_HOSTS, ADAPTIVE_SLOTS = 40, 100  # hosts, 5 % of which lie; microtasks of a version
@@ -270,7 +270,7 @@ def _adaptive(options: argparse.Namespace) -> dict[str, float]:
     """What adaptive replication costs and lets through, after hosts have earned their record."""
     unique, bad = [], []
     for seed in range(options.seeds):
-        sections = {
+        sections: Sections = {
             "job": {"seed": seed},
             "train": {"microtasks_per_version": ADAPTIVE_SLOTS, "batches_per_microtask": 1,
                       "max_versions": WARM_UP + MEASURED, "evaluate_every": 0},

@@ -23,6 +23,7 @@ from apps.gradient.runner import Run, load
 from assimilator.apply import compute
 from assimilator.contributions import Contribution
 from assimilator.policies import Round
+from boinc_project.contract.microtask import MICROTASK_FILE
 from boinc_project.contract.update import open_update, write_update
 from boinc_project.job_config import JobConfig, load_config
 from boinc_project.job_folder import JobFolder
@@ -129,7 +130,7 @@ def _trained(scratch_folder: Path, policy: str, codec: str, seed: int, versions:
             document = config.folder / "microtask.json"
             document.write_bytes(content.microtask.to_json())
             where = {name: paths[file.name] for name, file in content.files.items()}
-            loaded = load(lambda name, where=where, document=document: where.get(name, document))
+            loaded = load({**where, MICROTASK_FILE: document}.__getitem__)
             run = Run(loaded, open_backend("numpy", 1))
             while not run.done:
                 run.step()

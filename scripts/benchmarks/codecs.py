@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             coded = [codec.encode(update) for update in updates]
             decoded = [codec.decode(each, types) for each in coded]
             figures = {
-                "encode": megabytes / _fastest(lambda c=codec: c.encode(updates[0]), options.rounds),
-                "decode": megabytes / _fastest(lambda c=codec, e=coded[0]: c.decode(e, types), options.rounds),
+                "encode": megabytes / _fastest(partial(codec.encode, updates[0]), options.rounds),
+                "decode": megabytes / _fastest(partial(codec.decode, coded[0], types), options.rounds),
                 "bytes": 4 * len(write_update(updates[0], types, {"microtask": "m"}, codec)) / megabytes / 1e6,
                 "lost": float(np.mean([_distance(*each) for each in zip(updates, decoded, strict=True)])),
             }

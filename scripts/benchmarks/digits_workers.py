@@ -79,7 +79,8 @@ class Perceptron:
         first = draws.uniform(-1, 1, PIXELS * self.hidden) / np.sqrt(PIXELS)
         second = draws.uniform(-1, 1, self.hidden * CLASSES) / np.sqrt(self.hidden)
         parts = [first, np.zeros(self.hidden), second, np.zeros(CLASSES)]
-        return np.concatenate(parts).astype(np.float32)
+        made: Array = np.concatenate(parts).astype(np.float32)
+        return made
 
     def _parts(self, w: Array) -> tuple[Array, Array, Array, Array]:
         a, b, c, _ = self.ends
@@ -104,7 +105,8 @@ class Perceptron:
         p /= b
         dz = (p @ second.T) * (z > 0)
         parts = [x.transpose(0, 2, 1) @ dz, dz.sum(1), h.transpose(0, 2, 1) @ p, p.sum(1)]
-        return np.concatenate([each.reshape(k, -1) for each in parts], axis=1).astype(np.float32)
+        made: Array = np.concatenate([each.reshape(k, -1) for each in parts], axis=1).astype(np.float32)
+        return made
 
 
 def accuracy(
@@ -114,7 +116,7 @@ def accuracy(
     model, beta = Perceptron(training.hidden), training.momentum
     w, draws = model.initial(seed), np.random.default_rng([seed, 2])
     x, y = digits.x[:TRAIN_SAMPLES], digits.y[:TRAIN_SAMPLES]
-    kept = np.zeros((N + f, model.size), np.float32)
+    kept: Array = np.zeros((N + f, model.size), np.float32)
     previous = np.zeros(model.size, np.float32)
     momentum = np.zeros(model.size, np.float32)
     found = []

@@ -106,8 +106,9 @@ class _EagerStep:
 
     def __init__(self, job: Job, batch: Mapping[str, torch.Tensor]) -> None:
         self._job, self._batch = job, batch
-        self._settings = settings = job.config.inner_optimizer
+        settings = job.config.inner_optimizer
         assert settings is not None
+        self._settings = settings
         self._optimizer = torch.optim.AdamW(
             job.model.parameters(), lr=1e-3, eps=settings.eps, weight_decay=settings.weight_decay, betas=settings.betas
         )

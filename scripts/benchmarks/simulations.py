@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from boinc_project.simulator.computing import Computer
 from boinc_project.simulator.hosts import Host
 from boinc_project.simulator.lies import Behaviour
 from boinc_project.simulator.report import Report, report_of
@@ -47,9 +48,10 @@ def run(
     hosts: list[Host],
     settings: Settings,
     behaviours: Mapping[str, Behaviour] | None = None,
+    computer: Computer | None = None,
 ) -> Report:
-    """Simulate a job to its end."""
-    with simulated(*job, hosts, settings, behaviours) as simulation:
+    """Simulate a job to its end. `computer`: one that may have computed its microtasks before."""
+    with simulated(*job, hosts, settings, behaviours, computer) as simulation:
         simulation.run()
         return report_of(simulation)
 

@@ -160,7 +160,7 @@ def _administrator(project: BenchProject) -> pymysql.Connection[pymysql.cursors.
     return pymysql.connect(host=url.host, port=url.port or 0, user="root", database=url.database, autocommit=True)
 
 
-def _judge(project: BenchProject, administrator: pymysql.Connection, ids: list[int]) -> tuple[float, float]:  # type: ignore[type-arg]
+def _judge(project: BenchProject, administrator: pymysql.Connection, ids: list[int]) -> tuple[float, float]:
     """Workunits per second, and the server's statements per workunit."""
     asked = 0
 

@@ -33,6 +33,7 @@ def flow(policy: str, *changes: tuple[str, str], keys: str = "") -> Changes:
 
 FLOWS = {
     "buffered": flow("buffered"),
+    "delay-compensated": flow("delay-compensated"),
     "async": flow("async"),
     "vc-asgd": flow("vc-asgd"),
     "delayed-nesterov": flow("delayed-nesterov", keys="momentum_every = 4"),
@@ -237,6 +238,10 @@ def test_a_rollback_drops_late_results_that_later_versions_had_taken(project: Ti
     with project.db.transaction() as connection:
         store.set_job_state(connection, project.job_id, JobState.RUNNING)
     project.issue()
+    slot = project.rows(gt_microtask, workunit_name=old)[0]["slot"]
+    assert [row["attempt"] for row in project.rows(gt_microtask, slot=slot)] == [0, 1], (
+        "its samples are dealt out again"
+    )
     finish(project, *open_names(project)[:2])
     assert project.job.current_version == 3
     assert replay(project.db, project.job)[3] == project.rows(gt_version, version=3)[0]["state_sha256"]

@@ -27,6 +27,7 @@ from boinc_project.daemon import Options, RetryLater
 from boinc_project.gt_tables import Disposition, JobState, gt_job, gt_ledger, gt_microtask, gt_round, gt_version
 from boinc_project.held_out import evaluation_microtask
 from boinc_project.states import AssimilateState, ErrorMask
+from tests.databases import REPEATED
 from tests.tiny_project import TinyProject, tiny_project
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -81,6 +82,8 @@ PLACES = [
 ]
 
 
+# On MariaDB tests/integration/test_crash_points.py kills the daemons themselves.
+@pytest.mark.parametrize("each_database", REPEATED, indirect=True)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{getattr(o, '__name__', o)}.{n}" for o, n in PLACES])
 def test_a_crash_at_any_step_loses_nothing_and_applies_nothing_twice(

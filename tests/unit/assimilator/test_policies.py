@@ -14,6 +14,7 @@ from assimilator.contributions import Contribution, NothingToFold
 from assimilator.optimizers import Sgd
 from assimilator.policies.age import age_weight
 from assimilator.policies.decoupled_diloco import DecoupledDiLoCo, embeddings_of, learner_weight, merge
+from assimilator.policies.delay_compensated import DelayCompensated
 from assimilator.policies.delayed_nesterov import DelayedNesterov, Equally
 from assimilator.policies.model_mixing import ModelMixing
 from assimilator.policies.policy import OuterStep, Policy, Round
@@ -88,6 +89,7 @@ POLICIES: dict[str, Policy] = {
     "mean and outer step": SGD,
     "median": OuterStep(Sgd(), constant(0.5), Median()),
     "model mixing": ModelMixing(0.6),
+    "delay compensated": DelayCompensated(SGD, 0.3),
     "delayed nesterov": Equally(OuterStep(DelayedNesterov(0.9, 2), constant(0.7))),
     "norm and direction": DecoupledDiLoCo(OuterStep(Sgd(0.9, True), constant(0.7))),
 }
@@ -137,6 +139,7 @@ def test_a_single_contribution_decides_alone(name: str) -> None:
         "mean and outer step": lambda x, d: x - 0.5 * d,
         "median": lambda x, d: x - 0.5 * d,
         "model mixing": lambda x, d: 0.4 * x + 0.6 * (x - d),
+        "delay compensated": lambda x, d: x - 0.5 * d,
         "delayed nesterov": lambda x, d: x - 0.7 * (0.5 * d + 0.9 * 0.5 * d),
         "norm and direction": lambda x, d: x - 0.7 * 1.9 * d,
     }[name]
@@ -185,6 +188,55 @@ def test_fedasync_mixes_each_model_with_the_weight_of_its_age() -> None:
         mean = (1 - alpha) * mean + alpha * np.float64([slot, 2 * slot])
     np.testing.assert_allclose(made.state["buffer/mean"], mean, rtol=1e-6)
     assert made.state["buffer/n"] == 2
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3, 5.0])
+def test_late_contributions_are_corrected_by_curvature_times_movement(strength: float) -> None:
+    """Three versions in a row, against the docstring's loop; with strength 5 most of h is at its bound of 1."""
+    policy = DelayCompensated(OuterStep(Sgd(0.9, True), constant(0.5)), strength)
+    rounds = [[(7, 0), (5, 1), (5, 2), (2, 3)], [(6, 4)], [(1, 5), (7, 6)]]
+    v: dict[str, Any] = {}
+    m: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    for pairs in rounds:
+        arrived = [contribution(slot, base, deltas(slot), 3 + slot, age_weight=1 / (8 - base)) for base, slot in pairs]
+        made = policy.advance(round_of(arrived, optimizer=optimizer))
+        optimizer = made.optimizer
+        total = sum(3 + slot for _, slot in pairs)
+        shares = [(base, slot, (3 + slot) / (8 - base) / total) for base, slot in pairs]
+        delta = {name: sum(w * some(slot)[name].astype(float) for _, slot, w in shares) for name in SHAPES}
+        v = {name: 0.97 * v[name] + 0.03 * d**2 if v else d**2 for name, d in delta.items()}
+        mean = np.mean(np.concatenate([each.ravel() for each in v.values()]))
+        for name in SHAPES:
+            key = f"parameter/{name}"
+            x = STATES[7][key].astype(float)
+            moved = sum(w * (x - STATES[base][key]) for base, _, w in shares)
+            g = delta[name] + np.minimum(1, strength * v[name] / mean) * moved
+            m[name] = 0.9 * m[name] + g if name in m else g
+            np.testing.assert_allclose(made.state[key], x - 0.5 * (g + 0.9 * m[name]), rtol=1e-5, atol=2e-6)
+
+
+def test_full_compensation_keeps_the_end_point_of_a_late_training_as_fedasync_does() -> None:
+    arrived = [contribution(0, 3, deltas(1))]
+    compensated = DelayCompensated(SGD, 1e9).advance(round_of(arrived))
+    close(
+        {name: compensated.state[f"parameter/{name}"] for name in SHAPES},
+        {name: ModelMixing(0.5).advance(round_of(arrived)).state[f"parameter/{name}"] for name in SHAPES},
+    )
+
+
+def test_without_movement_or_without_strength_compensation_is_fedbuff() -> None:
+    young = [contribution(slot, 7, deltas(slot)) for slot in range(3)]
+    late = [contribution(slot, 4 + slot, deltas(slot)) for slot in range(3)]
+    for strength, arrived in ((0.3, young), (0.0, late)):
+        close(DelayCompensated(SGD, strength).advance(round_of(arrived)).state, SGD.advance(round_of(arrived)).state)
+
+
+def test_contributions_that_change_nothing_are_compensated_by_nothing() -> None:
+    zero = {name: 0 * array for name, array in deltas(1).items()}
+    made = DelayCompensated(SGD, 0.3).advance(round_of([contribution(0, 3, zero)]))
+    for name in SHAPES:
+        assert np.array_equal(made.state[f"parameter/{name}"], STATES[7][f"parameter/{name}"])
 
 
 def test_vc_asgd_is_the_paper_s_moving_average() -> None:

@@ -103,25 +103,25 @@ def test_the_widest_pair_is_followed_and_the_one_farthest_from_it() -> None:
 
 def test_local_steps_are_measured_written_and_heeded(folder: Path) -> None:
     toml = folder / "diloco.toml"
-    done = calibrate(toml, "--microtasks", 1, "--warm-up", 20, "--max-steps", 40)
+    done = calibrate(toml, "--microtasks", 1, "--warm-up", 8, "--max-steps", 12)
     assert done.exit_code == 0, done.output
-    for words in ("tf32", "of the work, doubled", "tolerance proposed", "up to 40 local steps", "Write tolerance ="):
+    for words in ("tf32", "of the work, doubled", "tolerance proposed", "up to 12 local steps", "Write tolerance ="):
         assert words in " ".join(done.output.split()), done.output
     found = record.find(folder)
     job, graphs = exported("diloco.toml")
     assert found is not None and found.delta is not None and found.local_steps is not None
     assert found.bound_to == record.binding(job.config, graphs.gradient, graphs.optimizer)
     assert (
-        found.delta.steps == 5 and found.local_steps.largest == 40 and found.versions == ("version 0", "after 20 steps")
+        found.delta.steps == 5 and found.local_steps.largest == 12 and found.versions == ("version 0", "after 8 steps")
     )
     assert 0 < found.delta.largest < 1e-5 < found.delta.apart["tf32"] and found.delta.separable
     assert set(found.delta.apart) == set(found.gradient.apart) == {"tf32", "float16", "bfloat16", HALF}
     (copy := folder / "more.toml").write_text(
-        toml.read_text().replace("local_steps = 5", "local_steps = 41").replace("tiny-diloco", "more")
+        toml.read_text().replace("local_steps = 5", "local_steps = 13").replace("tiny-diloco", "more")
     )
     with tiny_project() as project:
         refused = CliRunner().invoke(main, ["job", "create", str(copy), "--project", str(project.tree.project_dir)])
-        assert refused.exit_code == 2 and "up to 40 local steps" in refused.stderr
+        assert refused.exit_code == 2 and "up to 12 local steps" in refused.stderr
         assert len(project.rows(record_table())) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -45,21 +46,26 @@ def run(
         return report_of(simulation)
 
 
+@functools.cache
+def calm() -> Report:
+    """The tiny job as it is, on HOSTS, of whom all are honest."""
+    return run()
+
+
 @pytest.mark.parametrize("toml", ["job.toml", "diloco.toml"])
 def test_its_versions_are_bit_for_bit_those_of_the_real_daemons(toml: str) -> None:
     with tiny_project(toml) as real:
         for _ in range(4):
             real.make_version()
         digests = tuple(real.version_digests())
-    report = run(exported(toml))
+    report = calm() if toml == "job.toml" else run(exported(toml))
     assert report.state == "finished"
     assert report.digests == digests
 
 
 def test_churn_and_rounding_that_a_quorum_bears_change_no_honest_version() -> None:
-    calm = run()
     hosts = with_departures(synthetic_hosts(8, 2, on_share=0.5, mean_session_s=60.0, flops_sigma=1.0), 0.3, 300.0, 1)
-    assert run(hosts=hosts).digests == calm.digests
+    assert run(hosts=hosts).digests == calm().digests
 
 
 def test_the_seed_decides_everything() -> None:
@@ -88,11 +94,11 @@ def test_it_ends_at_its_horizon_where_nobody_works() -> None:
 
 def test_colluding_liars_are_accepted_where_they_meet_and_counted() -> None:
     job, made = exported()
-    longer = with_settings(job, train={"max_versions": 6, "microtasks_per_version": 6})
+    longer = with_settings(job, train={"max_versions": 4, "microtasks_per_version": 6})
     liars = {host.name: SignFlip() for host in HOSTS[:3]}
     together = run((longer, made), behaviours=liars)
-    assert together.accepted == 36
-    assert 10 < together.accepted_bad < 36  # 3 of 5: (3/5)(2/4) + 2(3/5)(2/4)(2/3) = 0.7 of 36 if drawn at random
+    assert together.accepted == 24
+    assert 7 < together.accepted_bad < 24  # 3 of 5: (3/5)(2/4) + 2(3/5)(2/4)(2/3) = 0.7 of 24 if drawn at random
     apart = run((longer, made), behaviours={name: Apart(liar) for name, liar in liars.items()})
     assert apart.accepted_bad == 0
     assert apart.copies_per_accepted > together.copies_per_accepted > 2
@@ -102,15 +108,15 @@ def test_colluding_liars_are_accepted_where_they_meet_and_counted() -> None:
 def test_droppers_cost_time_and_nothing_else() -> None:
     job, made = exported()
     patient = with_settings(job, supply={"straggler_after_s": 60})
-    calm = run((patient, made))
+    all_work = run((patient, made))
     report = run((patient, made), behaviours={host.name: Drop() for host in HOSTS[:3]})
-    assert report.digests == calm.digests
-    assert report.last.when_s > calm.last.when_s
-    assert report.goodput < calm.goodput
+    assert report.digests == all_work.digests
+    assert report.last.when_s > all_work.last.when_s
+    assert report.goodput < all_work.goodput
 
 
 def test_what_is_counted_adds_up() -> None:
-    report = run()
+    report = calm()
     assert report.sent == 2 * report.accepted == 16
     assert report.applied_samples == sum(version.samples for version in report.versions)
     assert 0 < report.applied_s < report.last.used_s <= report.last.available_s
@@ -125,9 +131,9 @@ def test_what_is_counted_adds_up() -> None:
 def test_tasks_on_a_host_with_jitter_take_unlike_times_and_make_the_same_versions() -> None:
     jittery = synthetic_hosts(5, 1, jitter=0.5)
     assert [host.flops for host in jittery] == [host.flops for host in HOSTS]
-    report, calm = run(hosts=jittery), run()
-    assert report.digests == calm.digests
-    assert report.applied_s != calm.applied_s
+    report = run(hosts=jittery)
+    assert report.digests == calm().digests
+    assert report.applied_s != calm().applied_s
 
 
 def test_sticky_files_travel_to_a_host_once() -> None:
@@ -185,10 +191,10 @@ def test_what_a_killed_simulation_left_goes_with_the_next_one(tmp_path: Path, mo
 
 def test_simulated_hosts_come_from_networks_of_their_own_and_newcomers_from_one_are_no_quorum() -> None:
     job, made = exported()
-    job = with_settings(job, trust={"newcomer_days": 30.0})
+    job = with_settings(job, trust={"newcomer_days": 30.0}, train={"max_versions": 1})
     states = []
     for hosts in (HOSTS, [dataclasses.replace(host, address=f"203.0.114.{n}") for n, host in enumerate(HOSTS)]):
-        with simulated(job, made, hosts, Settings(horizon=3600.0)) as simulation:
+        with simulated(job, made, hosts, Settings(horizon=1200.0)) as simulation:
             simulation.run()
             networks = {network_of(row["external_ip_addr"]) for row in simulation.project.rows(database.host)}
             states.append((len(networks), report_of(simulation).state))
@@ -198,12 +204,13 @@ def test_simulated_hosts_come_from_networks_of_their_own_and_newcomers_from_one_
 def test_an_anchored_flow_learns_from_results_that_are_many_versions_old() -> None:
     changes = (
         ('policy = "sync"', 'policy = "anchored"'),
-        ("max_versions = 4", "max_versions = 30"),
-        ("evaluate_every = 0", "evaluate_every = 30"),
-        ("[schedule]", "[aggregation]\nin_flight = 22\n\n[schedule]"),
+        ("max_versions = 4", "max_versions = 40"),
+        ("evaluate_every = 0", "evaluate_every = 40"),
+        ("[schedule]", "[aggregation]\nin_flight = 16\n\n[schedule]"),
         ("min_quorum = 2", "min_quorum = 1"),
+        ("lr = 0.05", "lr = 0.02"),
     )
-    hosts = [Host(name=f"host{number}", flops=4e9) for number in range(22)]
+    hosts = [Host(name=f"host{number}", flops=4e9) for number in range(16)]
     settings = Settings(habits=Habits(tasks_per_processor=1))
     with simulated(*exported(changes=changes), hosts, settings) as simulation:
         simulation.run()
@@ -211,8 +218,8 @@ def test_an_anchored_flow_learns_from_results_that_are_many_versions_old() -> No
         rounds = simulation.project.rows(gt_round)
         applied = [row for row in simulation.project.rows(gt_ledger) if row["disposition"] == Disposition.APPLIED]
     ages = [int(row["applied_version"]) - 1 - int(row["base_version"]) for row in applied]
-    assert sum(ages) / len(ages) > 7
+    assert sum(ages) / len(ages) > 5
     first = report.versions[1].loss
     assert first is not None and report.last.evaluation["loss"] < 0.75 * first
     behind = [int(row["version"]) - 1 - int(row["anchor_version"]) for row in rounds if row["anchor_version"] >= 0]
-    assert len(behind) > 20 and 0 < max(behind) <= 20
+    assert len(behind) > 30 and 0 < max(behind) <= 20

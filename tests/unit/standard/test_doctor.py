@@ -164,6 +164,16 @@ def drop_own_table(project: Standard) -> None:
         connection.execute(sa.text("DROP TABLE gt_ledger"))
 
 
+def drop_own_column(project: Standard) -> None:
+    with project.db.transaction() as connection:
+        connection.execute(sa.text("ALTER TABLE gt_round DROP COLUMN anchor_version"))
+
+
+def drop_needed_column(project: Standard) -> None:
+    with project.db.transaction() as connection:
+        connection.execute(sa.text("ALTER TABLE gt_round DROP COLUMN members"))
+
+
 def drop_column(project: Standard) -> None:
     with project.db.transaction() as connection:
         connection.execute(sa.text("ALTER TABLE workunit DROP COLUMN keywords"))
@@ -234,6 +244,8 @@ ERRORS: dict[str, tuple[Callable[[Standard], None], str]] = {
     "upload url": (lambda p: p.edit("_cgi/file_upload_handler", "_cgi/fuh"), "does not contain file_upload_handler"),
     "heartbeat": (old_heartbeat, "ended its last pass 2 h ago"),
     "own table": (drop_own_table, "our tables gt_ledger are missing"),
+    "own column": (drop_own_column, "lack gt_round.anchor_version: boinc-train install"),
+    "own column without default": (drop_needed_column, "lack gt_round.members: they are of another version"),
     "BOINC's column": (drop_column, "lacks workunit.keywords"),
     "unknown column": (new_column, "no default: workunit.flavour"),
     "engine": (old_engine, "result have no transactions"),

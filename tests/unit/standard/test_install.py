@@ -19,6 +19,7 @@ from boinc_project import database, store
 from boinc_project.cli.main import main
 from boinc_project.config import ProjectConfig
 from boinc_project.database import Database
+from boinc_project.gt_tables import gt_metadata
 from boinc_project.standard import editing, install, plan_classes, schema, steps
 from boinc_project.standard.record import Record
 from tests import mariadb
@@ -417,6 +418,25 @@ def test_tables_that_a_daemon_added_since_are_dropped_with_the_others(project: P
     store.create_own_tables(project.db)
     assert project.run("uninstall", "--drop-tables", "--yes").exit_code == 0
     assert not [name for name in contents(project.db) if name.startswith("gt_")]
+
+
+def test_an_upgrade_adds_the_columns_that_came_since_and_says_so(either: Project) -> None:
+    either.install()
+    with either.db.read() as connection:
+        before = {table.name: sa.inspect(connection).get_columns(table.name) for table in gt_metadata.sorted_tables}
+    with either.db.transaction() as connection:
+        connection.execute(sa.text("ALTER TABLE gt_round DROP COLUMN anchor_version"))
+        connection.execute(sa.text("DROP TABLE gt_recheck"))
+    shown = either.run("install", "--dry-run").output
+    assert "create the tables gt_recheck" in shown and "add the columns gt_round.anchor_version" in shown
+    either.install()
+    with either.db.read() as connection:
+        for table, columns in before.items():
+            after = sa.inspect(connection).get_columns(table)
+            assert {each["name"] for each in after} == {each["name"] for each in columns}
+    assert "nothing is changed" in either.install().output
+    assert either.run("uninstall", "--drop-tables", "--yes").exit_code == 0
+    assert not [name for name in contents(either.db) if name.startswith("gt_")]
 
 
 def test_files_are_backed_up_as_they_were_and_hidden_from_others(project: Project) -> None:

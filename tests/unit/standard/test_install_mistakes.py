@@ -187,7 +187,7 @@ def test_an_account_that_may_not_create_tables_is_told_before_any_file_is_touche
         mariadb.server().execute(f"REVOKE ALL ON {name}.* FROM '{name}'@'{host}'")
         mariadb.server().execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.* TO '{name}'@'{host}'")
     before = fingerprint(folder)
-    mistake(boinc_train("install", folder), "the right CREATE")
+    mistake(boinc_train("install", folder), "the rights CREATE")
     assert fingerprint(folder) == before
 
 

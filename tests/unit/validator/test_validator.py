@@ -15,6 +15,7 @@ from boinc_project import credit, database
 from boinc_project.daemon import Options
 from boinc_project.gt_tables import gt_fingerprint, gt_microtask
 from boinc_project.states import AssimilateState, FileDeleteState, Outcome, ServerState, ValidateState
+from tests.databases import REPEATED
 from tests.tiny_project import TinyProject, tiny_project
 from validator import books, evidence
 from validator.__main__ import Rules, Validator
@@ -180,6 +181,7 @@ def test_a_late_judgement_does_not_undo_the_assimilation_and_the_gradient_is_app
     assert {row["state"] for row in project.rows(gt_microtask)} == {"folded"}
 
 
+@pytest.mark.parametrize("each_database", REPEATED, indirect=True)
 @pytest.mark.parametrize(
     ("copy", "kept", "expected", "quota"),
     [
@@ -275,6 +277,7 @@ def test_each_kind_of_broken_upload_is_an_error_with_its_own_reason(
     assert quotas == [49, 49, 49, 49, 49, 50]
 
 
+@pytest.mark.parametrize("each_database", REPEATED, indirect=True)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_a_pair_of_identical_files_that_are_not_finite_is_invalid_twice(
     project: TinyProject, pair: list[dict[str, Any]], value: float, monkeypatch: pytest.MonkeyPatch
@@ -370,6 +373,7 @@ def test_storage_that_is_away_judges_nobody_and_everything_is_judged_when_it_is_
     assert states(project, unit) == [(Outcome.SUCCESS, VALID)] * 2
 
 
+@pytest.mark.parametrize("each_database", REPEATED, indirect=True)
 @pytest.mark.parametrize("fault", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error"),
                                    OSError(116, "Stale file handle")], ids=["EACCES", "EIO", "ESTALE"])  # fmt: skip
 def test_a_file_that_storage_cannot_give_is_not_the_volunteer_s_fault(

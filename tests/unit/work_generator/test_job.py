@@ -107,6 +107,8 @@ def test_a_rule_that_takes_short_updates_for_wrong_ones_is_refused_with_speed_cl
     for section in ('rule = "median"', 'mixing = "nearest_neighbour"'):
         with pytest.raises(JobError, match=r"shorter updates .* remove (rule|mixing), or speed_classes"):
             load_config(folder(tmp_path, f"{classed}[aggregation]\n{section}\n"))
+    with pytest.raises(JobError, match="slower hosts take fewer; remove state"):
+        load_config(folder(tmp_path, classed + 'state = "shipped"\n'))
     gradients = GOOD.replace(
         "max_versions = 10", "max_versions = 10\nbatches_per_microtask = 4\nspeed_classes = [1, 0.5]"
     )
