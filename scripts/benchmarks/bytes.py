@@ -3,9 +3,10 @@
 The character GPT of examples/gpt_chars, made smaller (`--features`, `--layers`), 8 hosts. Both sides start from the
 same weights: `--start-steps` steps of plain PyTorch on one computer, which costs no traffic (DiLoCo's paper begins with
 24,000 of 88,000 steps); 0: from random ones. Then both see the same tokens in the same batches.
-Ours: DiLoCo in the simulator with the real daemons, `--local-steps` H of AdamW a task, results as fp4, versions as int8
-deltas between keyframes. Theirs: AdamW over the mean gradient of the 8 workers, which is what DistributedDataParallel
-computes; it is stepped in one process, and checked against real processes over gloo. Rates are scheduled alike.
+Ours: DiLoCo in the simulator with the real daemons, `--local-steps` H of plain SGD a task (which has no state to lose
+between tasks), results as fp4, versions as int8 deltas between keyframes. Theirs: AdamW over the mean gradient of the 8
+workers, which is what DistributedDataParallel computes; it is stepped in one process, and checked against real
+processes over gloo. Rates are scheduled alike.
 
     DDP          ring all-reduce: 2 (n - 1) / n x 4 P bytes sent by each of n workers in each step, P parameters. What
                  they receive is as much again; it is not counted, ours is
@@ -20,7 +21,7 @@ computes; it is stepped in one process, and checked against real processes over 
     hivemind_..., flower_...  the same factors for one exchange of the same weights every H steps (bytes_peers.py); what
                             loss these reach is not measured
 All figures of training but loss_ratio are medians over the seeds. Rates were chosen (`--tune`) on a seed that is not
-among them, from one grid for both sides.
+among them, optimizer and rate from one grid for both sides.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ from work_generator.workunits import data_plan
 HOSTS = 8
 GOALS = "upload_factor >= 500, upload_factor_quorum2 >= 250, loss_ratio <= 1.01"
 DDP_TOLERANCE = 1e-5
+WEIGHT_DECAY = 0.1  # of AdamW
 
-#: What `--tune` tries, on a seed that is never reported: AdamW's rates (both sides); outer rate and momentum (ours).
+#: What `--tune` tries, on a seed that is never reported: optimizers and rates of both sides; our outer rate, momentum.
 TUNING_SEED = 1000
-RATES = (4e-3, 8e-3, 1.6e-2)
-OUTER = ((1.0, 0.5), (0.8, 0.8), (0.7, 0.9))
+RATES = {"adamw": (4e-3, 8e-3, 1.6e-2), "sgd": (0.1, 0.3, 1.0)}
+OUTER = ((1.0, 0.5), (0.8, 0.8), (0.7, 0.9), (1.0, 0.9))
 #: And what it chose.
-THEIR_RATE, OUR_RATE, OUR_OUTER = 8e-3, 8e-3, (0.7, 0.9)
+START: tuple[str, float] = ("adamw", 8e-3)
+THEIRS, OURS, OUR_OUTER = ("adamw", 8e-3), ("sgd", 0.3), (0.7, 0.9)
 
 _SECTIONS = """
 [train]
@@ -78,10 +81,8 @@ momentum = {momentum}
 nesterov = true
 
 [inner_optimizer]
-kind = "adamw"
+kind = "{kind}"
 lr = {lr}
-weight_decay = 0.1
-eps = 1e-6
 max_norm = 1.0
 
 [schedule]
@@ -110,8 +111,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=1, help="its layers (default 1)")
     parser.add_argument("--heads", type=int, default=2, help="its heads (default 2)")
     parser.add_argument("--batch", type=int, default=8, help="samples of one batch of one worker (default 8)")
-    parser.add_argument("--their-lr", type=float, default=THEIR_RATE, help=f"DDP's rate (default {THEIR_RATE})")
-    parser.add_argument("--lr", type=float, default=OUR_RATE, help=f"rate of local steps (default {OUR_RATE})")
+    for side, (kind, rate) in (("their", THEIRS), ("our", OURS)):
+        parser.add_argument(f"--{side}-optimizer", default=kind, choices=RATES, help=f"(default {kind})")
+        parser.add_argument(f"--{side}-lr", type=float, default=rate, help=f"its rate (default {rate})")
     parser.add_argument("--outer", type=float, default=OUR_OUTER[0], help=f"outer rate (default {OUR_OUTER[0]})")
     parser.add_argument("--momentum", type=float, default=OUR_OUTER[1], help=f"outer momentum (default {OUR_OUTER[1]})")
     parser.add_argument("--codec", default="fp4", help="how results travel (default fp4)")
@@ -140,7 +142,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             double, _ = _run(job, exported, 2, seed, computer)
             if double.digests != single.digests:
                 raise BenchmarkFailed("a quorum of 2 led to other weights than single copies")
-            theirs = ddp(_at(job, options.their_lr), plan)
+            theirs = ddp(_at(job, options.their_optimizer, options.their_lr), plan)
             for name, value in _figures(options, theirs, single, double).items():
                 found.setdefault(name, []).append(value)
             print(f"seed {seed}: {single.text()}")
@@ -181,7 +183,8 @@ def _real_ddp(options: argparse.Namespace, job: Job, plan: DataPlan) -> dict[str
     if not options.ddp_workers:
         return {}
     try:
-        found = check(job, plan, options.ddp_workers, 10, job.folder)
+        theirs = _at(job, options.their_optimizer, options.their_lr)
+        found = check(theirs, plan, options.ddp_workers, 10, job.folder)
     except BenchmarkSkipped as skipped:
         print(f"real DDP is not compared with: {skipped}")
         return {}
@@ -213,38 +216,41 @@ def _peers(options: argparse.Namespace, job: Job) -> dict[str, float]:
 
 
 def _tuned(options: argparse.Namespace) -> dict[str, float]:
-    """Final losses over the grids: rates first, then, at our best rate, outer settings."""
-    losses: dict[tuple[float, tuple[float, float]], float] = {}
-    theirs: dict[float, float] = {}
-    with _job(options, TUNING_SEED) as (job, exported):
+    """Final losses over the grids: optimizers and rates first, then, with our best ones, outer settings."""
+    grid = [(kind, rate) for kind, rates in RATES.items() for rate in rates]
+    theirs: dict[tuple[str, float], float] = {}
+    ours: dict[tuple[tuple[str, float], tuple[float, float]], float] = {}
+    with _job(options, TUNING_SEED) as (job, _):
 
-        def ours(rate: float, outer: tuple[float, float]) -> DataPlan:
+        def tried(inner: tuple[str, float], outer: tuple[float, float]) -> DataPlan:
             optimizer = replace(job.config.optimizer, lr=outer[0], momentum=outer[1])
-            changed = _at(replace(job, config=replace(job.config, optimizer=optimizer)), rate)
+            changed = _at(replace(job, config=replace(job.config, optimizer=optimizer)), *inner)
+            exported = export_job(changed)
             report, plan = _run(changed, exported, 1, TUNING_SEED, Computer("torch"))
-            losses[rate, outer] = report.last.evaluation["loss"]
-            print(f"ours: rate {rate}, outer rate and momentum {outer}: {losses[rate, outer]:.4f}", flush=True)
+            ours[inner, outer] = report.last.evaluation["loss"]
+            print(f"ours: {inner}, outer rate and momentum {outer}: {ours[inner, outer]:.4f}", flush=True)
             return plan
 
-        for rate in RATES:
-            plan = ours(rate, (options.outer, options.momentum))
-            theirs[rate] = ddp(_at(job, rate), plan).final
-            print(f"DDP: rate {rate}: {theirs[rate]:.4f}", flush=True)
-        best = min(losses, key=lambda key: losses[key])[0]
+        for inner in grid:
+            plan = tried(inner, (options.outer, options.momentum))
+            theirs[inner] = ddp(_at(job, *inner), plan).final
+            print(f"DDP: {inner}: {theirs[inner]:.4f}", flush=True)
+        best = min(ours, key=lambda key: ours[key])[0]
         for outer in OUTER:
-            if (best, outer) not in losses:
-                ours(best, outer)
-    best, outer = min(losses, key=lambda key: losses[key])
-    return {
-        "their_rate": min(theirs, key=lambda rate: theirs[rate]), "their_loss": min(theirs.values()), "our_rate": best,
-        "our_outer_rate": outer[0], "our_outer_momentum": outer[1], "our_loss": losses[best, outer],
-    }  # fmt: skip
+            if (best, outer) not in ours:
+                tried(best, outer)
+    chosen, outer = min(ours, key=lambda key: ours[key])
+    print(f"chosen: DDP {min(theirs, key=lambda key: theirs[key])}, ours {chosen} with {outer}")
+    return {"their_loss": min(theirs.values()), "our_loss": ours[chosen, outer]}
 
 
-def _at(job: Job, rate: float) -> Job:
-    """The job with another rate of its inner optimizer."""
-    assert job.config.inner_optimizer is not None
-    return replace(job, config=replace(job.config, inner_optimizer=replace(job.config.inner_optimizer, lr=rate)))
+def _at(job: Job, kind: str, rate: float) -> Job:
+    """The job with another inner optimizer."""
+    inner = job.config.inner_optimizer
+    assert inner is not None
+    decay = WEIGHT_DECAY if kind == "adamw" else 0.0
+    inner = replace(inner, kind=kind, lr=rate, weight_decay=decay)
+    return replace(job, config=replace(job.config, inner_optimizer=inner))
 
 
 @contextmanager
@@ -263,15 +269,16 @@ def _job(options: argparse.Namespace, seed: int) -> Iterator[tuple[Job, Exported
         head = head.replace("seed = 1", f"seed = {seed}")
         sections = _SECTIONS.format(
             hosts=HOSTS, steps=options.local_steps, versions=options.versions,
-            every=max(1, options.versions // 20), outer=options.outer, momentum=options.momentum, lr=options.lr,
+            every=max(1, options.versions // 20), outer=options.outer, momentum=options.momentum,
+            kind=options.our_optimizer, lr=options.our_lr,
             codec=options.codec, keyframes=options.keyframes, warmup=max(1, options.versions // 20),
         )  # fmt: skip
         (folder / "job.toml").write_text(head + sections)
         if options.start_steps:
-            _write_start(_at(Job.load(folder), options.their_lr), options.start_steps, folder / "start.safetensors")
+            _write_start(_at(Job.load(folder), *START), options.start_steps, folder / "start.safetensors")
             head = head.replace("\n[data]", 'pretrained = "start.safetensors"\n\n[data]')
             (folder / "job.toml").write_text(head + sections)
-        job = Job.load(folder)
+        job = _at(Job.load(folder), options.our_optimizer, options.our_lr)
         yield job, export_job(job)
 
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def rows_of(job: Job, plan: DataPlan) -> list[list[Array]]:
 def train(
     job: Job, rows: Sequence[Array], model: torch.nn.Module | None = None, every: int = 0
 ) -> list[tuple[int, float]]:
-    """Step AdamW, each step over the mean gradient of its samples; (step, held-out loss) after each `every` steps.
+    """Step [inner_optimizer] over the mean gradient of each step's samples; (step, held-out loss) after each `every`.
 
     `model`: the job's, wrapped.
     """
@@ -68,9 +68,12 @@ def train(
     inner = config.inner_optimizer
     assert inner is not None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=inner.lr, betas=inner.betas, eps=inner.eps, weight_decay=inner.weight_decay
-    )
+    optimizer: torch.optim.Optimizer
+    if inner.kind == "adamw":
+        decay = inner.weight_decay
+        optimizer = torch.optim.AdamW(parameters, lr=inner.lr, betas=inner.betas, eps=inner.eps, weight_decay=decay)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=inner.lr, momentum=inner.momentum, nesterov=inner.nesterov)
     text, curve = job.data["train"]["text"], []
     for step, chosen in enumerate(rows):
         for group in optimizer.param_groups:
@@ -114,6 +117,8 @@ def check(job: Job, plan: DataPlan, workers: int, steps: int, folder: Path) -> C
     """Train the first steps with the first workers, by real processes and in this one. Raises as wire.alone."""
     rows = np.array([each[:workers] for each in rows_of(job, plan)[:steps]])
     np.save(folder / "rows.npy", rows)
+    assert job.config.inner_optimizer is not None
+    (folder / "optimizer.json").write_text(json.dumps(asdict(job.config.inner_optimizer)))
     carried = wire.alone(__name__, str(folder))["carried"]
     fresh = Job.load(job.config)
     train(fresh, list(rows.reshape(len(rows), -1)))
@@ -141,6 +146,9 @@ def _worker(folder: Path, rank: int) -> None:
         "gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=rows.shape[1]
     )
     job = Job.load(folder)
+    assert job.config.inner_optimizer is not None
+    inner = replace(job.config.inner_optimizer, **json.loads((folder / "optimizer.json").read_text()))
+    job = replace(job, config=replace(job.config, inner_optimizer=inner))
     model = torch.nn.parallel.DistributedDataParallel(job.model)
     torch.distributed.barrier()
     before = wire.carried()
