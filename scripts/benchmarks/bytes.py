@@ -65,7 +65,7 @@ RATES = {"adamw": (4e-3, 8e-3, 1.6e-2), "sgd": (0.1, 0.3, 1.0)}
 OUTER = ((1.0, 0.5), (0.8, 0.8), (0.7, 0.9), (1.0, 0.9))
 #: And what it chose.
 START: tuple[str, float] = ("adamw", 8e-3)
-THEIRS, OURS, OUR_OUTER = ("adamw", 8e-3), ("sgd", 0.3), (0.7, 0.9)
+THEIRS, OURS, OUR_OUTER = ("adamw", 8e-3), ("sgd", 0.3), (1.0, 0.9)
 
 _SECTIONS = """
 [train]
@@ -105,7 +105,7 @@ keyframe_every = {keyframes}
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default 3)")
     parser.add_argument("--local-steps", type=int, default=40, help="H (default 40)")
-    parser.add_argument("--versions", type=int, default=72, help="model versions (default 72)")
+    parser.add_argument("--versions", type=int, default=60, help="model versions (default 60)")
     parser.add_argument("--start-steps", type=int, default=4000, help="steps before the comparison (default 4000)")
     parser.add_argument("--features", type=int, default=32, help="width of the GPT (default 32)")
     parser.add_argument("--layers", type=int, default=1, help="its layers (default 1)")
