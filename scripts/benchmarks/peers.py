@@ -1,7 +1,8 @@
 """Other projects' packages that measurements compare with; `scripts/bench` puts them into .cache/peers.
 
-They are installed without what they depend on, and only those of their modules are imported that are compared with:
-what those need, PyTorch, numpy and scipy, the environment has.
+They are installed without what they depend on: what they need, PyTorch, numpy and scipy, the environment has, and the
+few small packages that it lacks are named in `scripts/bench`. `peer` imports only the module that is compared with,
+`whole_peer` the package.
 """
 
 from __future__ import annotations
@@ -34,3 +35,13 @@ def peer(package: str, module: str) -> ModuleType:
         raise BenchmarkSkipped(f"{package} cannot be imported ({error})") from error
     print(f"compared with {package} {importlib.metadata.version(package)}", flush=True)
     return found
+
+
+def whole_peer(package: str, module: str = "") -> ModuleType:
+    """`package` or `package.module` of a peer, imported as its authors mean it; BenchmarkSkipped if that fails."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    try:
+        return importlib.import_module(f"{package}.{module}" if module else package)
+    except ImportError as error:
+        raise BenchmarkSkipped(f"{package} is not installed or cannot be imported ({error})") from error

@@ -3,6 +3,7 @@
 #   need_packages PACKAGE...   install what is missing, without starting any system service
 #   need_environment EXTRAS    make or refresh .venv from constraints.txt
 #   need_peer NAME VERSION     a package to compare with, into .cache/peers, without what it depends on
+#   need_peers LIST            the packages that scripts/lib/LIST.txt names, in the same way
 #
 # Nothing outside the repository is changed except that Debian packages are installed.
 
@@ -90,6 +91,14 @@ need_peer() {
     say "Installing $1 $2 into $folder"
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
         --target "$folder" "$1==$2" >&2
+}
+
+need_peers() {
+    local folder="$repository/.cache/peers" list="$repository/scripts/lib/$1.txt"
+    cmp -s "$list" "$folder/$1.txt" && return 0
+    say "Installing what $list names into $folder"
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+        --target "$folder" --requirement "$list" >&2 && cp "$list" "$folder/$1.txt"
 }
 
 # Whether the comma-separated list $1 holds every entry of the list $2.
