@@ -68,7 +68,7 @@ class Judge:
     start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
-    norms: dict[str, deque[float]] = field(default_factory=dict)  # of the latest updates, by kind and steps
+    norms: dict[tuple[str, int], deque[float]] = field(default_factory=dict)  # of the latest updates, by kind, steps
 
     def __post_init__(self) -> None:
         self.draws = ProjectDraws(self.tree)
@@ -106,7 +106,7 @@ class Judge:
             alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
             suspicions = self._suspicions(case, reading, layout, kind, alike)
             if case.job.config.trust.adaptive_replication:
-                self._look_at_norms(reading, layout, alike, suspicions)
+                self._look_at_norms(reading, layout, kind, microtask.steps, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
         witnesses = self._witnesses(case, kind, reading.metadata)
@@ -217,9 +217,16 @@ class Judge:
                 found[identifier] = f"it is a multiple of the public step from version {version - 1} to {version}"
         return found
 
-    def _look_at_norms(self, reading: Reading, layout: Layout, alike: str, suspicions: dict[int, str]) -> None:
+    def _look_at_norms(
+        self, reading: Reading, layout: Layout, kind: str, steps: int, suspicions: dict[int, str]
+    ) -> None:
         """Find updates whose size is nothing like that of the latest ones of their kind and number of steps."""
-        latest = self.norms.setdefault(alike, deque(maxlen=NORMS))
+        latest = self.norms.get((kind, steps))
+        if latest is None:  # after a restart what is usual is not unknown
+            with self.database.read() as connection:
+                kept = traces.latest(connection, kind, steps, NORMS)
+            known = [work_norm(blob, layout) for blob in reversed(kept) if len(blob) == layout.nbytes]
+            latest = self.norms[kind, steps] = deque(known, maxlen=NORMS)
         for identifier, blob in reading.marks.items():
             norm = work_norm(blob, layout)
             usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm
