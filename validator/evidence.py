@@ -17,7 +17,7 @@ from typing import Any
 from boinc_project import local_run, store
 from boinc_project.background_runs import Start
 from boinc_project.clock import now
-from boinc_project.contract.codecs import Array
+from boinc_project.contract.codecs import Array, Codec
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
 from boinc_project.contract.microtask import FileRef, essentials
 from boinc_project.contract.opset import TensorType
@@ -104,7 +104,7 @@ class Judge:
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
             estimates = self._estimates(case, reading, layout)
             alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
-            suspicions = self._suspicions(case, reading, layout, kind, alike)
+            suspicions = self._suspicions(case, reading, layout, kind, alike, microtask.codec)
             if case.job.config.trust.adaptive_replication:
                 self._look_at_norms(reading, layout, kind, microtask.steps, suspicions)
         pairs = pair_distances(reading.tensors)
@@ -149,9 +149,9 @@ class Judge:
         check = ""
         if trust.spot_check_share and self.draws.drawn(trust.spot_check_share, "spot", case.name):
             check = "it is drawn for a spot check"
-        elif suspicions and (trust.spot_check_share or trust.replay_disputes):
-            check = "a copy of it looks copied"
-        return {"check": check, "disputes": trust.replay_disputes}
+        may_compute = trust.spot_check_share or trust.replay_disputes
+        copied = frozenset(suspicions) if may_compute else frozenset[int]()
+        return {"check": check, "copied": copied, "disputes": trust.replay_disputes}
 
     # Who made them.
 
@@ -197,10 +197,13 @@ class Judge:
 
     # Copied work.
 
-    def _suspicions(self, case: Case, reading: Reading, layout: Layout, kind: str, alike: str) -> dict[int, str]:
+    def _suspicions(
+        self, case: Case, reading: Reading, layout: Layout, kind: str, alike: str, codec: Codec
+    ) -> dict[int, str]:
         """Why some of the copies that are not judged yet look as if they had not been computed."""
         found: dict[int, str] = {}
         job, version = case.job, int(case.task["version"])
+        drawn = case.name if codec.differs_by_slot else ""  # the same step is sent otherwise from each slot
         for row in case.results:
             identifier, host_id = int(row["id"]), int(row["hostid"])
             if identifier not in reading.marks or not is_open(row):
@@ -212,7 +215,7 @@ class Judge:
             if earlier := self.copies.sent_before(host_id, case.name, kind, blob, layout):
                 found[identifier] = f"it is a multiple of what this host returned for {earlier}"
             elif version > 0 and self.copies.is_step(
-                (job.id, version, alike), blob, layout, lambda: self._step(case, layout.names)
+                (job.id, version, alike, drawn), blob, layout, lambda: self._step(case, layout.names, codec)
             ):
                 found[identifier] = f"it is a multiple of the public step from version {version - 1} to {version}"
         return found
@@ -234,8 +237,9 @@ class Judge:
                 suspicions.setdefault(identifier, f"its norm is {norm:.3g} where {usual:.3g} is usual")
             latest.append(norm)
 
-    def _step(self, case: Case, names: tuple[str, ...]) -> dict[str, Array] | None:
-        """The server's step to the version that the microtask begins from; None if a state is gone."""
+    def _step(self, case: Case, names: tuple[str, ...], codec: Codec) -> dict[str, Array] | None:
+        """The server's step to the version that the microtask begins from, as whoever returns it must encode it; None
+        if a state is gone."""
         job, version = case.job, int(case.task["version"])
         with self.database.read() as connection:
             rows = [store.version_row(connection, job.id, each) for each in (version - 1, version)]
@@ -245,7 +249,8 @@ class Judge:
             )
         except (OSError, ValueError, ContractError):
             return None
-        return step_as_update(before, after, names)
+        step = step_as_update(before, after, names)
+        return codec.decode(codec.encode(step), {n: TensorType(a.dtype.name, a.shape) for n, a in step.items()})
 
 
 def _is_plain(case: Case) -> bool:
