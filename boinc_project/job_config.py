@@ -565,6 +565,11 @@ class JobConfig:
         """Seconds for which a version that could be made waits for more contributions; None: it takes no more."""
         return self.aggregation.grace_s if "grace_s" in self.policy.keys else None
 
+    @property
+    def fragments(self) -> int:
+        """Fragments that versions take turns in: updates from versions of unlike ones cannot be compared in size."""
+        return self.aggregation.parts if self.policy.parts_by == "tensors" else 1
+
     def first_useful_version(self, current: int) -> int:
         """The oldest version whose results are applied while `current` is the newest."""
         return max(0, current - self.aggregation.max_age) if self.policy.flow else max(0, current)
@@ -830,9 +835,7 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             "pretrained",
             f"the file {config.folder / config.model.pretrained} does not exist; correct the path or remove pretrained",
         )
-    schedule = dataclasses.replace(
-        config.schedule, total_versions=config.schedule.total_versions or train.max_versions
-    )
+    schedule = dataclasses.replace(config.schedule, total_versions=config.schedule.total_versions or train.max_versions)
     if source.text and schedule.ratio(train.max_versions - 1) == 0:
         raise source.error(
             "schedule",

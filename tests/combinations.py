@@ -111,8 +111,8 @@ LINES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
         "probe": {"trust": ["norm_bound = 50", "loss_probe = 1e-9"]},
         "all": {
             "trust": [
-                "adaptive_replication = true", "newcomer_days = 7", "newcomer_results = 2", "independent_devices = true",
-                "spot_check_share = 0.5", "replay_disputes = true", "norm_bound = 50",
+                "adaptive_replication = true", "newcomer_days = 7", "newcomer_results = 2",
+                "independent_devices = true", "spot_check_share = 0.5", "replay_disputes = true", "norm_bound = 50",
             ]
         },
     },
@@ -162,6 +162,8 @@ def fitted(combination: Combination) -> Combination:
             made[name] = "none"
     if "grace_s" in facts.keys:
         made["own"] = "grace"
+    if facts.parts_by == "tensors" and made["parts"] == "1024":
+        made["parts"] = "2"  # more than the models have tensors
     shipped = made["inner"].endswith("shipped")
     if shipped and facts.parts_by:
         made["inner"] = "sgd"

@@ -82,8 +82,8 @@ class Copies:
     ) -> bool:
         """Whether an update is a multiple of the server's step to the version it began from.
 
-        `key`: job, version, kind, and the microtask where each draws by itself what travels; `difference` computes the step's update the first time it is needed, None if the
-        states are gone.
+        `key`: job, version, kind, and the microtask where each draws by itself what travels; `difference` computes the
+        step's update the first time it is needed, None if the states are gone.
         """
         if key not in self.steps:
             made = difference()

@@ -68,7 +68,7 @@ class Judge:
     start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
-    norms: dict[tuple[str, int], deque[float]] = field(default_factory=dict)  # of the latest updates, by kind, steps
+    norms: dict[tuple[str, int, int], deque[float]] = field(default_factory=dict)  # by kind, steps and fragment
 
     def __post_init__(self) -> None:
         self.draws = ProjectDraws(self.tree)
@@ -106,7 +106,7 @@ class Judge:
             alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
             suspicions = self._suspicions(case, reading, layout, kind, alike, microtask.codec)
             if case.job.config.trust.adaptive_replication:
-                self._look_at_norms(reading, layout, kind, microtask.steps, suspicions)
+                self._look_at_norms(case, reading, layout, kind, microtask.steps, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
         witnesses = self._witnesses(case, kind, reading.metadata)
@@ -221,15 +221,18 @@ class Judge:
         return found
 
     def _look_at_norms(
-        self, reading: Reading, layout: Layout, kind: str, steps: int, suspicions: dict[int, str]
+        self, case: Case, reading: Reading, layout: Layout, kind: str, steps: int, suspicions: dict[int, str]
     ) -> None:
-        """Find updates whose size is nothing like that of the latest ones of their kind and number of steps."""
-        latest = self.norms.get((kind, steps))
+        """Find updates whose size is nothing like that of the latest ones of their kind, number of steps and
+        fragment."""
+        fragments = case.job.config.fragments
+        fragment = int(case.task["version"]) % fragments
+        latest = self.norms.get((kind, steps, fragment))
         if latest is None:  # after a restart what is usual is not unknown
             with self.database.read() as connection:
-                kept = traces.latest(connection, kind, steps, NORMS)
+                kept = traces.latest(connection, kind, steps, (fragment, fragments), NORMS)
             known = [work_norm(blob, layout) for blob in reversed(kept) if len(blob) == layout.nbytes]
-            latest = self.norms[kind, steps] = deque(known, maxlen=NORMS)
+            latest = self.norms[kind, steps, fragment] = deque(known, maxlen=NORMS)
         for identifier, blob in reading.marks.items():
             norm = work_norm(blob, layout)
             usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm

@@ -46,8 +46,11 @@ def recent(connection: Connection, host_id: int) -> list[tuple[str, str, bytes]]
     return [(str(name), str(kind), bytes(marks)) for name, kind, marks in found]
 
 
-def latest(connection: Connection, kind: str, steps: int, count: int) -> list[bytes]:
-    """Fingerprints of the last results of a kind, of tasks of so many steps, that were found valid; newest first."""
+def latest(connection: Connection, kind: str, steps: int, fragment: tuple[int, int], count: int) -> list[bytes]:
+    """Fingerprints of the last results of a kind, of tasks of so many steps, that were found valid; newest first.
+
+    fragment   (i, n): of versions of which n divides all but i
+    """
     table = gt_fingerprint.c
     good = [str(word) for word in (Judgement.CANONICAL, Judgement.VALID, Judgement.ALONE)]
     query = (
@@ -55,6 +58,8 @@ def latest(connection: Connection, kind: str, steps: int, count: int) -> list[by
         .join(gt_microtask, gt_microtask.c.workunit_name == table.workunit_name)
         .where(table.kind == kind, gt_microtask.c.steps == steps, table.verdict.in_(good))
     )
+    if fragment[1] > 1:
+        query = query.where(gt_microtask.c.version % fragment[1] == fragment[0])
     return [bytes(marks) for marks in connection.scalars(query.order_by(table.judge_time.desc()).limit(count))]
 
 

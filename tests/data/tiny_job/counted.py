@@ -1,4 +1,4 @@
-"""A model with everything that a state may hold besides weights: running statistics, a counter, an embedding, a scalar."""
+"""A model with what a state may hold besides matrices: running statistics, a counter, an embedding, a scalar."""
 
 import torch
 from torch import Tensor, nn

@@ -175,7 +175,7 @@ def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject
     first, _ = adaptive(project)
     trusted(project, 1, kind_of(project))
     validator = project.validator()
-    validator.judge.norms[kind_of(project), 3] = deque([1e-6] * 9)
+    validator.judge.norms[kind_of(project), 3, 0] = deque([1e-6] * 9)
     project.answer(first, user=1)
     project.transitioner.run_once()
     validator.one_pass()
