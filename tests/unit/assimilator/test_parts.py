@@ -196,7 +196,9 @@ def lopsided(*sizes: int) -> Graph:
     return build.build()
 
 
-@pytest.mark.parametrize(("sizes", "parts", "most"), [((60, 10, 10, 10, 10), 4, 3), ((1, 1), 1024, 2), ((90, 5, 1), 3, 2)])
+@pytest.mark.parametrize(
+    ("sizes", "parts", "most"), [((60, 10, 10, 10, 10), 4, 3), ((1, 1), 1024, 2), ((90, 5, 1), 3, 2)]
+)
 def test_a_job_with_a_fragment_of_no_tensor_is_refused(sizes: tuple[int, ...], parts: int, most: int) -> None:
     config = exported("diloco.toml", PARTS["streaming-diloco"])[0].config
 
