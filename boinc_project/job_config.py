@@ -362,7 +362,7 @@ class CodecSection:
     kind: str = _key(_choice(*KINDS), "how the numbers are written", default="dense")
     block: int = _key(_integer(16, 65536, 256), "int8, fp4, qsgd: elements that share one scale", default=256)
     share: float = _key(
-        _number(0, 1, 0.015625, above=True),
+        _number(1e-6, 1, 0.015625),
         "random-k, top-k, dct-top-k: share of the numbers that travel",
         default=1 / 64,
     )
@@ -564,6 +564,11 @@ class JobConfig:
     def grace_s(self) -> float | None:
         """Seconds for which a version that could be made waits for more contributions; None: it takes no more."""
         return self.aggregation.grace_s if "grace_s" in self.policy.keys else None
+
+    @property
+    def fragments(self) -> int:
+        """Fragments that versions take turns in: updates from versions of unlike ones cannot be compared in size."""
+        return self.aggregation.parts if self.policy.parts_by == "tensors" else 1
 
     def first_useful_version(self, current: int) -> int:
         """The oldest version whose results are applied while `current` is the newest."""
@@ -830,13 +835,19 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             "pretrained",
             f"the file {config.folder / config.model.pretrained} does not exist; correct the path or remove pretrained",
         )
+    schedule = dataclasses.replace(config.schedule, total_versions=config.schedule.total_versions or train.max_versions)
+    if source.text and schedule.ratio(train.max_versions - 1) == 0:
+        raise source.error(
+            "schedule",
+            "total_versions" if "total_versions" in content.get("schedule", {}) else "warmup_versions",
+            f"the learning rate is 0 in the last of max_versions = {train.max_versions}, where volunteers would compute"
+            " for nothing; in [schedule] raise total_versions, lower warmup_versions, or set a min_ratio above 0",
+        )
     return dataclasses.replace(
         config,
         workunit=workunit,
         aggregation=aggregation,
-        schedule=dataclasses.replace(
-            config.schedule, total_versions=config.schedule.total_versions or train.max_versions
-        ),
+        schedule=schedule,
         data=dataclasses.replace(
             config.data, evaluation_batch_size=config.data.evaluation_batch_size or config.data.batch_size
         ),

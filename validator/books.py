@@ -257,8 +257,10 @@ class Books:
     def _invalid(self, judged: Judged) -> None:
         trust = self._trust(judged)
         if judged.change.differs:
-            # Other hardware may round otherwise: no credit, but no honest host is ruined by it.
+            # Other hardware may round otherwise: no credit, but no honest host is ruined by it. It is not believed
+            # alone until others' copies have been like its own again: so small a lie harms where nobody looks.
             trust["differing"] += 1
+            trust["consecutive_valid"] = 0
             return
         trust["faulty"] += 1
         trust["consecutive_valid"] = 0

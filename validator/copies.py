@@ -46,7 +46,7 @@ class Copies:
     """What hosts have sent lately, and the server's last steps. Not thread-safe."""
 
     hosts: OrderedDict[int, deque[_Seen]] = field(default_factory=OrderedDict)
-    steps: OrderedDict[tuple[int, int, str], bytes] = field(default_factory=OrderedDict)
+    steps: OrderedDict[tuple[int, int, str, str], bytes] = field(default_factory=OrderedDict)
 
     def knows(self, host_id: int) -> bool:
         return host_id in self.hosts
@@ -75,15 +75,15 @@ class Copies:
 
     def is_step(
         self,
-        key: tuple[int, int, str],
+        key: tuple[int, int, str, str],
         blob: bytes,
         layout: Layout,
         difference: Callable[[], Mapping[str, Array] | None],
     ) -> bool:
         """Whether an update is a multiple of the server's step to the version it began from.
 
-        `key`: job, version and kind; `difference` computes the step's update the first time it is needed, None if the
-        states are gone.
+        `key`: job, version, kind, and the microtask where each draws by itself what travels; `difference` computes the
+        step's update the first time it is needed, None if the states are gone.
         """
         if key not in self.steps:
             made = difference()

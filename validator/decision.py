@@ -104,6 +104,8 @@ class Evidence:
     established  ids of the copies whose makers may carry a quorum; None: all
     not_alone  of a workunit for which one copy may be enough: why this one is not, by id, or ''; None: no such workunit
     check      why the server must compute this microtask itself before a result is canonical; '': it need not
+    copied     copies that look as if they had not been computed: before one of them is valid, the server must compute
+               the microtask (one that disagrees is invalid anyway, and must not cost the server's time)
     disputes   whether the server computes what the copies do not agree on
     replayed   distances of the good copies to what the server computed; None: it has not, or could not
     """
@@ -118,6 +120,7 @@ class Evidence:
     established: Set[int] | None = None
     not_alone: Mapping[int, str] | None = None
     check: str = ""
+    copied: Set[int] = frozenset()
     disputes: bool = False
     replayed: Mapping[int, float] | None = None
 
@@ -204,8 +207,9 @@ def _quorum(evidence: Evidence) -> Decision:
     votes = raised // 2 + 1  # BOINC's rule: a majority of the quorum must agree
     verdict = judge(copies, evidence.distances, evidence.tolerance, votes) if len(copies) >= raised else None
     if verdict is not None and verdict.canonical is not None:
-        if evidence.check:
-            return Decision(replay=evidence.check)
+        check = evidence.check or ("a copy of it looks copied" if evidence.copied & verdict.valid else "")
+        if check:
+            return Decision(replay=check)
         alone = evidence.not_alone is not None and raised == 1
         for identifier in verdict.valid:
             changes[identifier] = ResultChange(ValidateState.VALID, alone=alone)

@@ -72,9 +72,12 @@ class Doubts:
 
 def _accepted(connection: Connection, case: Case) -> list[tuple[int, float, float | None]]:
     """(version, norm, gain) of a job's last canonical updates, the newest first; where hosts have speed classes, of
-    those with as many steps."""
+    those with as many steps, and where versions take turns in the model's fragments, of those of the same one."""
     table, task = gt_accepted.c, gt_microtask.c
     query = sa.select(table.version, table.norm, table.gain).where(table.job_id == case.job.id)
+    fragments = case.job.config.fragments
+    if fragments > 1:
+        query = query.where(table.version % fragments == int(case.task["version"]) % fragments)
     if case.job.config.class_steps:
         steps = sa.select(task.steps).where(task.workunit_name == case.name).scalar_subquery()
         query = query.join(gt_microtask, task.workunit_name == table.workunit_name).where(task.steps == steps)

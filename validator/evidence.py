@@ -17,7 +17,7 @@ from typing import Any
 from boinc_project import local_run, store
 from boinc_project.background_runs import Start
 from boinc_project.clock import now
-from boinc_project.contract.codecs import Array
+from boinc_project.contract.codecs import Array, Codec
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
 from boinc_project.contract.microtask import FileRef, essentials
 from boinc_project.contract.opset import TensorType
@@ -68,7 +68,7 @@ class Judge:
     start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
     layouts: dict[int, tuple[Mapping[str, TensorType], Layout | None]] = field(default_factory=dict)
-    norms: dict[str, deque[float]] = field(default_factory=dict)  # of the latest updates, by kind and steps
+    norms: dict[tuple[str, int, int], deque[float]] = field(default_factory=dict)  # by kind, steps and fragment
 
     def __post_init__(self) -> None:
         self.draws = ProjectDraws(self.tree)
@@ -104,9 +104,9 @@ class Judge:
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
             estimates = self._estimates(case, reading, layout)
             alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
-            suspicions = self._suspicions(case, reading, layout, kind, alike)
+            suspicions = self._suspicions(case, reading, layout, kind, alike, microtask.codec)
             if case.job.config.trust.adaptive_replication:
-                self._look_at_norms(reading, layout, alike, suspicions)
+                self._look_at_norms(case, reading, layout, kind, microtask.steps, suspicions)
         pairs = pair_distances(reading.tensors)
         tolerance = case.job.config.workunit.tolerance
         witnesses = self._witnesses(case, kind, reading.metadata)
@@ -149,9 +149,9 @@ class Judge:
         check = ""
         if trust.spot_check_share and self.draws.drawn(trust.spot_check_share, "spot", case.name):
             check = "it is drawn for a spot check"
-        elif suspicions and (trust.spot_check_share or trust.replay_disputes):
-            check = "a copy of it looks copied"
-        return {"check": check, "disputes": trust.replay_disputes}
+        may_compute = trust.spot_check_share or trust.replay_disputes
+        copied = frozenset(suspicions) if may_compute else frozenset[int]()
+        return {"check": check, "copied": copied, "disputes": trust.replay_disputes}
 
     # Who made them.
 
@@ -197,10 +197,13 @@ class Judge:
 
     # Copied work.
 
-    def _suspicions(self, case: Case, reading: Reading, layout: Layout, kind: str, alike: str) -> dict[int, str]:
+    def _suspicions(
+        self, case: Case, reading: Reading, layout: Layout, kind: str, alike: str, codec: Codec
+    ) -> dict[int, str]:
         """Why some of the copies that are not judged yet look as if they had not been computed."""
         found: dict[int, str] = {}
         job, version = case.job, int(case.task["version"])
+        drawn = case.name if codec.differs_by_slot else ""  # the same step is sent otherwise from each slot
         for row in case.results:
             identifier, host_id = int(row["id"]), int(row["hostid"])
             if identifier not in reading.marks or not is_open(row):
@@ -212,14 +215,24 @@ class Judge:
             if earlier := self.copies.sent_before(host_id, case.name, kind, blob, layout):
                 found[identifier] = f"it is a multiple of what this host returned for {earlier}"
             elif version > 0 and self.copies.is_step(
-                (job.id, version, alike), blob, layout, lambda: self._step(case, layout.names)
+                (job.id, version, alike, drawn), blob, layout, lambda: self._step(case, layout.names, codec)
             ):
                 found[identifier] = f"it is a multiple of the public step from version {version - 1} to {version}"
         return found
 
-    def _look_at_norms(self, reading: Reading, layout: Layout, alike: str, suspicions: dict[int, str]) -> None:
-        """Find updates whose size is nothing like that of the latest ones of their kind and number of steps."""
-        latest = self.norms.setdefault(alike, deque(maxlen=NORMS))
+    def _look_at_norms(
+        self, case: Case, reading: Reading, layout: Layout, kind: str, steps: int, suspicions: dict[int, str]
+    ) -> None:
+        """Find updates whose size is nothing like that of the latest ones of their kind, number of steps and
+        fragment."""
+        fragments = case.job.config.fragments
+        fragment = int(case.task["version"]) % fragments
+        latest = self.norms.get((kind, steps, fragment))
+        if latest is None:  # after a restart what is usual is not unknown
+            with self.database.read() as connection:
+                kept = traces.latest(connection, kind, steps, (fragment, fragments), NORMS)
+            known = [work_norm(blob, layout) for blob in reversed(kept) if len(blob) == layout.nbytes]
+            latest = self.norms[kind, steps, fragment] = deque(known, maxlen=NORMS)
         for identifier, blob in reading.marks.items():
             norm = work_norm(blob, layout)
             usual = statistics.median(latest) if len(latest) >= LEAST_NORMS else norm
@@ -227,8 +240,9 @@ class Judge:
                 suspicions.setdefault(identifier, f"its norm is {norm:.3g} where {usual:.3g} is usual")
             latest.append(norm)
 
-    def _step(self, case: Case, names: tuple[str, ...]) -> dict[str, Array] | None:
-        """The server's step to the version that the microtask begins from; None if a state is gone."""
+    def _step(self, case: Case, names: tuple[str, ...], codec: Codec) -> dict[str, Array] | None:
+        """The server's step to the version that the microtask begins from, as whoever returns it must encode it; None
+        if a state is gone."""
         job, version = case.job, int(case.task["version"])
         with self.database.read() as connection:
             rows = [store.version_row(connection, job.id, each) for each in (version - 1, version)]
@@ -238,7 +252,8 @@ class Judge:
             )
         except (OSError, ValueError, ContractError):
             return None
-        return step_as_update(before, after, names)
+        step = step_as_update(before, after, names)
+        return codec.decode(codec.encode(step), {n: TensorType(a.dtype.name, a.shape) for n, a in step.items()})
 
 
 def _is_plain(case: Case) -> bool:

@@ -27,6 +27,9 @@ from boinc_project.project_tree import ProjectTree
 # Errors of the operating system that say something about our storage, not about the volunteer's file.
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
+_FINE = ("dense", "int8")  # codecs that keep the numbers of a tensor apart
+_MANY = 16
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -44,7 +47,7 @@ def load(
     path = output_path(tree, result)
     data = read_output(tree, path, max_update_bytes(types, codec))
     update = read_update(data, types, codec, microtask_digest)
-    _check_weights(update)
+    _check_weights(update, codec)
     return Payload(update, hashlib.sha256(data).hexdigest(), path)
 
 
@@ -86,11 +89,21 @@ def _all_of(descriptor: int, size: int) -> bytes:
     return data
 
 
-def _check_weights(update: Update) -> None:
-    """An update without any movement is no gradient: refused even if all copies agree on it."""
+def _check_weights(update: Update, codec: Codec) -> None:
+    """An update without any movement is no gradient, nor is one number everywhere: refused even if all copies agree.
+
+    Of an update that travels in parts one part may not move in all honesty (the bias before a batch norm, the factor of
+    an adapter beside one of zeros), and coarse codecs have few numbers.
+    """
     moving = [a for name, a in update.tensors.items() if name.startswith(("gradient/", "delta/"))]
-    if moving and not any(a.any() for a in moving):
+    if codec.part.count > 1 or not moving:
+        return
+    if not any(a.any() for a in moving):
         raise InvalidResult("every element of the update is zero", fault="all_zero")
+    if codec.kind in _FINE and sum(a.size for a in moving) >= _MANY:
+        first = next(a.reshape(-1)[0] for a in moving if a.size)
+        if all((a.reshape(-1)[:_MANY] == first).all() and (a == first).all() for a in moving):
+            raise InvalidResult(f"every element of the update is {first:.3g}", fault="constant")
 
 
 def check_inner_state(update: Update, section: InnerOptimizerSection | None) -> None:

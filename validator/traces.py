@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project.gt_tables import Judgement, gt_fingerprint
+from boinc_project.gt_tables import Judgement, gt_fingerprint, gt_microtask
 from boinc_project.store import Row
 
 KEPT_S = 60 * 86400.0  # longer than any copy may be late, and enough for statistics
@@ -44,6 +44,23 @@ def recent(connection: Connection, host_id: int) -> list[tuple[str, str, bytes]]
     query = sa.select(table.workunit_name, table.kind, table.marks).where(table.host_id == host_id)
     found = connection.execute(query.order_by(table.judge_time.desc(), table.result_id.desc()).limit(RECENT))
     return [(str(name), str(kind), bytes(marks)) for name, kind, marks in found]
+
+
+def latest(connection: Connection, kind: str, steps: int, fragment: tuple[int, int], count: int) -> list[bytes]:
+    """Fingerprints of the last results of a kind, of tasks of so many steps, that were found valid; newest first.
+
+    fragment   (i, n): of versions of which n divides all but i
+    """
+    table = gt_fingerprint.c
+    good = [str(word) for word in (Judgement.CANONICAL, Judgement.VALID, Judgement.ALONE)]
+    query = (
+        sa.select(table.marks)
+        .join(gt_microtask, gt_microtask.c.workunit_name == table.workunit_name)
+        .where(table.kind == kind, gt_microtask.c.steps == steps, table.verdict.in_(good))
+    )
+    if fragment[1] > 1:
+        query = query.where(gt_microtask.c.version % fragment[1] == fragment[0])
+    return [bytes(marks) for marks in connection.scalars(query.order_by(table.judge_time.desc()).limit(count))]
 
 
 def accepted_alone(connection: Connection, host_id: int, kind: str) -> list[str]:

@@ -8,7 +8,9 @@ Two copies are one vote if they are from
     one family of GPUs with one driver, where the job asks for independent devices or the family is suspect
     (validator/devices.py: whose word that is).
 
-Being one vote is passed on: A with B and B with C makes A, B and C one. That errs on the side of one copy more. Copies
+Being one vote is passed on: A with B and B with C makes A, B and C one. That errs on the side of one copy more. But a
+copy whose file names another device than its client does, and which so would make one vote of others that are not, is
+no vote itself: a stranger's file takes nobody's vote away. Copies
 of a blocked group, or of a host with more bad results than good ones, are no vote. What BOINC's scheduler checks when
 it sends (one_result_per_user_per_wu) is checked again here, because hosts change users and reports come from where they
 like.
@@ -74,7 +76,24 @@ def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rule
     """Label the copies of a workunit by independent voters. `files`: digest of the copies that are one file."""
     if not files and _are_strangers(witnesses, rules):
         return Votes({i: i for i in witnesses}, frozenset(witnesses))
-    parent = {identifier: identifier for identifier in witnesses}
+    ties = {i: tuple(_ties(witness, files.get(i, ""), rules)) for i, witness in witnesses.items()}
+    roots = _roots(ties)
+    bridges = {i for i, witness in witnesses.items() if rules.devices and len(witness.devices) > 1 and _joins(i, ties)}
+    if bridges:
+        roots = {**roots, **_roots({i: each for i, each in ties.items() if i not in bridges})}
+    voters: dict[int, Hashable] = {
+        i: None if i in bridges or witness.distrusted or witness.groups & rules.blocked else roots[i]
+        for i, witness in witnesses.items()
+    }
+    return Votes(voters, frozenset(i for i, witness in witnesses.items() if not witness.newcomer))
+
+
+_Ties = Mapping[int, tuple[tuple[str, Hashable], ...]]
+
+
+def _roots(ties: _Ties) -> dict[int, int]:
+    """Of each copy the smallest id of those that it is tied to: that does not depend on the order."""
+    parent = {identifier: identifier for identifier in ties}
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -82,14 +101,18 @@ def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rule
         return i
 
     first: dict[tuple[str, Hashable], int] = {}
-    for identifier in sorted(witnesses):
-        for tie in _ties(witnesses[identifier], files.get(identifier, ""), rules):
+    for identifier in sorted(ties):
+        for tie in ties[identifier]:
             a, b = root(identifier), root(first.setdefault(tie, identifier))
-            parent[max(a, b)] = min(a, b)  # the label is the smallest id: it does not depend on the order
-    voters: dict[int, Hashable] = {
-        i: None if witness.distrusted or witness.groups & rules.blocked else root(i) for i, witness in witnesses.items()
-    }
-    return Votes(voters, frozenset(i for i, witness in witnesses.items() if not witness.newcomer))
+            parent[max(a, b)] = min(a, b)
+    return {identifier: root(identifier) for identifier in ties}
+
+
+def _joins(identifier: int, ties: _Ties) -> bool:
+    """Whether a copy alone makes one vote of others that are more without it."""
+    others = _roots({i: each for i, each in ties.items() if i != identifier})
+    mine = set(ties[identifier])
+    return len({root for i, root in others.items() if mine.intersection(ties[i])}) > 1
 
 
 def _are_strangers(witnesses: Mapping[int, Witness], rules: Independence) -> bool:

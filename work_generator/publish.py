@@ -23,12 +23,12 @@ import sqlalchemy as sa
 from boinc_project import clock, store, templates
 from boinc_project import database as boinc_tables
 from boinc_project.contract import tensorfile, whole_file
-from boinc_project.contract.codecs import KINDS, PART_KINDS
+from boinc_project.contract.codecs import KINDS, PART_KINDS, Part
 from boinc_project.contract.estimates import memory_bytes, step_flops
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import UPDATE_FILE, Microtask
 from boinc_project.contract.opset import OPSET
-from boinc_project.contract.update import max_update_bytes, update_types
+from boinc_project.contract.update import ENCODED_PREFIXES, max_update_bytes, update_types
 from boinc_project.database import Database
 from boinc_project.gt_tables import JobState, gt_job, gt_version
 from boinc_project.inner_state import at_first
@@ -65,6 +65,7 @@ def publish_job(
     graphs = [g for g in (exported.gradient, exported.optimizer, exported.evaluation) if g is not None]
     graphs += exported.smaller.values()
     check_known(graphs, config, known_to_all(tree.project_dir / "apps" / app, sent))
+    check_parts(config, exported.gradient)
     if config.class_steps:
         set_up_classes(tree, database, app, len(config.class_steps))
 
@@ -233,6 +234,25 @@ def check_known(graphs: list[Graph], config: JobConfig, known: Known) -> None:
         raise JobError(f"an app version in use does not know deltas of versions; {newer} keyframe_every in [supply]")
     if config.ships_state and not known.inner_state:
         raise JobError(f"an app version in use cannot go on from a state; {newer} state in [inner_optimizer]")
+
+
+def check_parts(config: JobConfig, graph: Graph) -> None:
+    """Refuse fragments without a tensor: a version of one would be computed for nothing. Raises JobError."""
+    if config.policy.parts_by != "tensors":
+        return
+    types = update_types(graph, config.mode, config.steps)
+    moving = {name: kind for name, kind in types.items() if name.startswith(ENCODED_PREFIXES)}
+
+    def all_hold_some(count: int) -> bool:
+        return all(Part(index, count).of_tensors(moving) for index in range(count))
+
+    count = config.aggregation.parts
+    if not all_hold_some(count):
+        most = next(each for each in range(min(count, len(moving)), 0, -1) if all_hold_some(each))
+        raise JobError(
+            f"parts = {count} in [aggregation] leaves a part without any of the model's {len(moving)} tensors, none of"
+            f" which is divided; write parts = {most}"
+        )
 
 
 def known_to_all(app_folder: Path, sent: Sequence[store.Row]) -> Known:

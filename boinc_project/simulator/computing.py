@@ -26,7 +26,7 @@ from boinc_project.contract.codecs import Codec
 from boinc_project.contract.graph import Graph
 from boinc_project.contract.microtask import Microtask
 from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import Update, write_update
+from boinc_project.contract.update import Update, read_update, write_update
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -171,7 +171,8 @@ class Evaluation:
         run = Run(load(lambda name: places[name], read_graph=_graph), open_backend("numpy", 1))
         while not run.done:
             run.step()
-        return Update(run.update(), {})
+        codec, about = self._microtask.codec, {"microtask": self._microtask.digest()}
+        return read_update(write_update(run.update(), types, about, codec), types, codec, self._microtask.digest())
 
     def stop(self) -> None:
         pass

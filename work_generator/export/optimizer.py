@@ -91,6 +91,8 @@ def _clipped(draft: Draft, gradients: dict[str, Value], max_norm: float) -> dict
     norm = draft.one("add", [draft.one("sqrt", [total]), draft.scalar(CLIP_EPS, "float32")])
     factor = draft.one("div", [draft.scalar(max_norm, "float32"), norm])
     factor = draft.one("minimum", [factor, draft.scalar(1.0, "float32")])
+    # 0, and NaN where the squares overflow: gradients too large to be measured would silently become zeros.
+    factor = draft.one("add", [factor, draft.one("sub", [total, total])])
     return {name: draft.one("mul", [gradient, factor], None, name) for name, gradient in gradients.items()}
 
 

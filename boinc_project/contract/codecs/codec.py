@@ -89,6 +89,11 @@ class Codec:
     def method(self) -> Method:
         return _method(self)
 
+    @property
+    def differs_by_slot(self) -> bool:
+        """Whether the same update is sent otherwise from each slot."""
+        return self.kind in ("qsgd", "random-k") or self.part.count > 1
+
     def seeded(self, seed: CodecSeed) -> Codec:
         """The codec of the microtask with this seed."""
         return replace(self, seed=seed)

@@ -18,10 +18,15 @@ from boinc_project.contract import canonical
 from boinc_project.contract.canonical import Taker
 from boinc_project.contract.codecs import KINDS, PART_KINDS, Codec, CodecSeed, Part
 from boinc_project.contract.errors import ContractError, InvalidResult
+from boinc_project.contract.graph import Graph, GraphBuilder
 from boinc_project.contract.opset import TensorType
 from boinc_project.contract.update import OpenUpdate, open_update, read_update, write_update
-from boinc_project.gt_tables import gt_microtask
-from tests.tiny_project import Changes, TinyProject, tiny_project
+from boinc_project.gt_tables import gt_accepted, gt_microtask
+from boinc_project.job_config import JobConfig, JobError
+from tests.tiny_project import Changes, TinyProject, exported, tiny_project
+from validator.case import Case
+from validator.doubts import _accepted
+from work_generator.publish import check_parts
 
 SHAPES = {"a": (70, 100), "b": (3,), "c": (), "d": (0, 4), "e": (5000,)}
 TYPES = {f"delta/{name}": TensorType("float32", shape) for name, shape in SHAPES.items()}
@@ -181,3 +186,50 @@ def test_a_part_survives_the_seed_of_its_microtask() -> None:
     codec = codec_of(Part(1, 3, "elements"))
     assert codec.seeded(CodecSeed(9, 9, 9)).part == codec.part
     assert replace(codec, part=Part()).part.count == 1
+
+
+def lopsided(*sizes: int) -> Graph:
+    build = GraphBuilder()
+    for number, size in enumerate(sizes):
+        value = build.input(f"parameter/{number}", "parameter", "float32", [size])
+        build.output(f"gradient/{number}", "gradient", value)
+    return build.build()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "most"), [((60, 10, 10, 10, 10), 4, 3), ((1, 1), 1024, 2), ((90, 5, 1), 3, 2)]
+)
+def test_a_job_with_a_fragment_of_no_tensor_is_refused(sizes: tuple[int, ...], parts: int, most: int) -> None:
+    config = exported("diloco.toml", PARTS["streaming-diloco"])[0].config
+
+    def of(count: int) -> JobConfig:
+        return replace(config, aggregation=replace(config.aggregation, parts=count))
+
+    with pytest.raises(JobError, match=f"write parts = {most}$"):
+        check_parts(of(parts), lopsided(*sizes))
+    check_parts(of(most), lopsided(*sizes))
+    assert of(parts).fragments == parts
+
+
+def test_a_part_that_does_not_move_is_honest_work(project: TinyProject) -> None:
+    """The bias before a batch norm, or the factor of an adapter beside one of zeros, may be all that a part holds."""
+    for result in project.issue():
+        project.answer(result, project.changed_update(project.unit_of(result), np.zeros_like))
+    project.transitioner.run_once()
+    project.validator().one_pass()
+    project.assimilator().one_pass()
+    assert project.job.current_version == 1
+
+
+def test_the_size_of_a_fragment_s_updates_is_compared_with_its_own() -> None:
+    guarded = ("[workunit]", "[trust]\nnorm_bound = 1.5\n\n[workunit]")
+    with tiny_project("diloco.toml", changes=(*PARTS["streaming-diloco"], guarded)) as project:
+        unit = project.unit_of(project.issue()[0])
+        with project.db.transaction() as connection:
+            names = [{"workunit_name": str(n), "job_id": 1, "version": n, "norm": 1e-9 if n % 2 else 1.0, "gain": None,
+                      "judge_time": n} for n in range(40)]  # fmt: skip
+            connection.execute(gt_accepted.insert(), names)
+        with project.db.read() as connection:
+            for version in (0, 1):
+                case = Case(unit, [], {"version": version}, project.job)
+                assert {norm for _, norm, _ in _accepted(connection, case)} == {1e-9 if version else 1.0}

@@ -349,3 +349,15 @@ def test_between_tolerance_and_honest_distance_the_fingerprint_says_nothing() ->
     results = [row(1, ValidateState.VALID), row(3)]
     evidence = Evidence({**UNIT, **CANONICAL}, results, {1: INVALID, 3: GOOD}, {}, 1e-4, {3: "c"}, {3: 0.01})
     assert decide(evidence).results[3].validate_state == ValidateState.TOO_LATE
+
+
+def test_a_copy_that_looks_copied_costs_the_server_s_time_only_where_it_would_be_accepted() -> None:
+    """Or anybody could have the server compute every workunit, by sending one old update again and again."""
+    results, values = [row(1), row(2), row(3)], {1: 0.0, 2: 0.0, 3: 9.0}
+    known = {"copied": frozenset({3}), "disputes": True}
+    found = run(results, values, known=known)
+    assert found.canonical in (1, 2) and not found.replay
+    assert found.results[3].validate_state == ValidateState.INVALID
+    for wrong in (1, 2):
+        assert "looks copied" in run(results, values, known={**known, "copied": frozenset({wrong})}).replay
+    assert not run(results[1:], values, known=known).replay, "two copies that do not agree are no dispute yet"

@@ -111,22 +111,23 @@ def test_the_same_gradient_sent_for_another_microtask_is_named_also_by_a_validat
     assert f"[RESULT#{of_unit[units[1]][0]['id']}]" in line
 
 
-def test_the_server_s_own_step_sent_as_a_gradient_is_named(
-    project: TinyProject, caplog: pytest.LogCaptureFixture
-) -> None:
-    with_trust(project, audit_floor=0.5)  # any key of [trust]: copied work is looked for
-    project.make_version()
-    results = project.issue()
-    job = project.job
-    with project.db.read() as connection:
-        rows = store.versions(connection, job.id)
-    before, after = (job.folder.read_state(int(r["version"]), str(r["state_sha256"])) for r in rows)
-    step = with_gradients(project, project.unit_of(results[0]), lambda n: 7.0 * (after[n] - before[n]))
-    project.answer(results[0], step)
-    project.answer(results[1])
-    judged(project)
-    (line,) = [r.message for r in caplog.records if "looks copied" in r.message]
-    assert line.endswith("it is a multiple of the public step from version 0 to 1")
+@pytest.mark.parametrize("codec", ["dense", "fp4", "qsgd", "low-rank"])
+def test_the_server_s_own_step_sent_as_a_gradient_is_named(codec: str, caplog: pytest.LogCaptureFixture) -> None:
+    changes = (("[workunit]", f'[codec]\nkind = "{codec}"\n\n[workunit]'),)
+    with tiny_project(changes=changes) as project:
+        with_trust(project, audit_floor=0.5)  # any key of [trust]: copied work is looked for
+        project.make_version()
+        results = project.issue()
+        job = project.job
+        with project.db.read() as connection:
+            rows = store.versions(connection, job.id)
+        before, after = (job.folder.read_state(int(r["version"]), str(r["state_sha256"])) for r in rows)
+        step = with_gradients(project, project.unit_of(results[0]), lambda n: 7.0 * (after[n] - before[n]))
+        project.answer(results[0], step)
+        project.answer(results[1])
+        judged(project)
+        (line,) = [r.message for r in caplog.records if "looks copied" in r.message]
+        assert line.endswith("it is a multiple of the public step from version 0 to 1")
 
 
 def test_honest_rounds_look_copied_to_nobody(project: TinyProject, caplog: pytest.LogCaptureFixture) -> None:

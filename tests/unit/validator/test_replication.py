@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from boinc_project import database, store
@@ -85,10 +84,12 @@ def test_an_audit_is_drawn_after_the_upload_by_the_secret(project: TinyProject) 
         assert len(unsent(project, unit["id"])) == drawn
 
 
-def test_a_failed_audit_ends_single_replication_for_that_host(project: TinyProject) -> None:
+@pytest.mark.parametrize("lie", [-1.0, 0.97])
+def test_a_failed_audit_ends_single_replication_for_that_host(project: TinyProject, lie: float) -> None:
+    """Also if the lie is as small as the difference of unlike hardware: that small a bias is the likeliest to pay."""
     first, other = adaptive(project, floor=1.0)
     trusted(project, 1, kind_of(project), good=100)
-    project.answer(first, project.changed_update(unit_of(project, first), np.negative), user=1)
+    project.answer(first, project.changed_update(unit_of(project, first), lambda g: lie * g), user=1)
     judged(project)
     unit = unit_of(project, first)["id"]
     for user in (2, 3):
@@ -174,11 +175,26 @@ def test_a_trusted_copy_of_a_strange_size_gets_a_second_one(project: TinyProject
     first, _ = adaptive(project)
     trusted(project, 1, kind_of(project))
     validator = project.validator()
-    validator.judge.norms[kind_of(project)] = deque([1e-6] * 9)
+    validator.judge.norms[kind_of(project), 3, 0] = deque([1e-6] * 9)
     project.answer(first, user=1)
     project.transitioner.run_once()
     validator.one_pass()
     unit = unit_of(project, first)
+    assert (unit["canonical_resultid"], unit["min_quorum"]) == (0, 2)
+
+
+def test_what_size_is_usual_survives_a_restart(project: TinyProject) -> None:
+    """O10: a copy a hundred times as large as those before it never stands alone, whenever daemons are restarted."""
+    first, other = adaptive(project)
+    trusted(project, 1, kind_of(project))
+    project.answer(first, user=1)
+    judged(project)
+    (kept,) = project.rows(gt_fingerprint, verdict="alone")
+    with project.db.transaction() as connection:
+        connection.execute(gt_fingerprint.insert(), [{**kept, "result_id": 1000 + n} for n in range(8)])
+    project.answer(other, project.changed_update(unit_of(project, other), lambda g: 100 * g), user=1)
+    judged(project)
+    unit = unit_of(project, other)
     assert (unit["canonical_resultid"], unit["min_quorum"]) == (0, 2)
 
 

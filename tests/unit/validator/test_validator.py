@@ -294,10 +294,12 @@ def test_a_pair_of_identical_files_that_are_not_finite_is_invalid_twice(
     assert len(project.rows(database.result, workunitid=unit["id"], server_state=int(ServerState.UNSENT))) == 2
 
 
-def test_an_all_zero_update_is_refused_even_if_all_copies_agree(
-    project: TinyProject, pair: list[dict[str, Any]]
+@pytest.mark.parametrize("value", [0.0, -0.5])
+def test_an_update_of_one_number_is_refused_even_if_all_copies_agree(
+    project: TinyProject, pair: list[dict[str, Any]], value: float
 ) -> None:
-    zero = project.changed_update(unit_row(project, pair[0]["workunitid"]), np.zeros_like)
+    unit = unit_row(project, pair[0]["workunitid"])
+    zero = project.changed_update(unit, lambda array: np.full_like(array, value))
     for result in pair:
         project.answer(result, zero)
     judge(project)

@@ -233,6 +233,17 @@ def test_the_file_s_own_word_can_cost_a_vote_and_never_gains_one() -> None:
     assert votes({1: made(1, "A")}, Independence(blocked=frozenset({"driver:GTX 1080 53512"}))) == 0
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
+def test_a_file_that_names_a_second_device_takes_no_vote_from_others(order: tuple[int, ...]) -> None:
+    """Or one copy, right or wrong, would keep two honest ones from confirming each other."""
+    devices = {order[0]: {"X", "x"}, order[1]: {"Y", "y"}, order[2]: {"X", "y"}}
+    made = {n: Witness(n, n, devices=frozenset(names)) for n, names in devices.items()}
+    found = count_votes(made, {}, Independence(devices=True)).voters
+    assert found[order[2]] is None and len({found[order[0]], found[order[1]]}) == 2
+    for other in order[:2]:
+        assert votes({n: made[n] for n in (other, order[2])}, Independence(devices=True)) == 1
+
+
 @pytest.mark.parametrize(
     ("vendor", "model", "family"),
     [

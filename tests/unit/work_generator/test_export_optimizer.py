@@ -120,3 +120,17 @@ def test_slots_are_those_of_torch() -> None:
     assert optimizer_slots(Settings()) == ()
     assert optimizer_slots(Settings(momentum=0.9)) == ("momentum_buffer",)
     assert optimizer_slots(replace(Settings(), kind="adamw")) == ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("size", "finite"), [(1e18, True), (1e20, False)])
+def test_gradients_whose_norm_overflows_are_not_clipped_to_zeros_in_silence(
+    size: float, finite: bool, backend: str
+) -> None:
+    """O28: a norm that overflows is a failure of the run; of finite ones nothing changes."""
+    graph = export_optimizer({"w": (3,)}, Settings(max_norm=1.0))
+    given = {"parameter/w": np.ones(3, np.float32), "gradient/w": np.full(3, size, np.float32)}
+    made = run(graph, {**given, "weight": np.float32(1), "learning_rate": np.float32(1), "step": np.int64(0)}, backend)
+    assert np.isfinite(made["parameter/w"]).all() == finite
+    if finite:
+        np.testing.assert_allclose(made["parameter/w"], 1 - 3**-0.5, rtol=1e-6)
