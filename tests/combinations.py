@@ -162,8 +162,8 @@ def fitted(combination: Combination) -> Combination:
             made[name] = "none"
     if "grace_s" in facts.keys:
         made["own"] = "grace"
-    if facts.parts_by == "tensors" and made["parts"] == "1024":
-        made["parts"] = "2"  # more than the models have tensors
+    if facts.parts_by == "tensors" and made["parts"] != "1":
+        made["parts"] = "2"  # in more some part of one of the models would have no tensor
     shipped = made["inner"].endswith("shipped")
     if shipped and facts.parts_by:
         made["inner"] = "sgd"

@@ -27,7 +27,7 @@ from boinc_project.states import ServerState
 from tests.combinations import Combination, any_combination, covering, text_of
 from tests.tiny_project import TINY_JOB, TinyProject, exported
 
-QUICK, LONG = 22, 220
+QUICK, LONG = 11, 220
 VERSIONS = 3
 
 
@@ -116,7 +116,8 @@ def shown(combination: Combination) -> str:
 def check(combination: Combination, folder: Path) -> None:
     try:
         found = trained(folder / "one", combination)
-        if not POLICIES[combination["policy"]].flow:
+        # What a flow takes in first, and of which speed class tasks are made, does depend on the hosts.
+        if not POLICIES[combination["policy"]].flow and combination["classes"] == "none":
             assert trained(folder / "other", combination, backwards=True) == found, "the order of arrival shows"
     except AssertionError as error:
         raise AssertionError(f"{shown(combination)}\n{error}") from error

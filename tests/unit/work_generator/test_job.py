@@ -438,7 +438,7 @@ def test_a_pretrained_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> 
         ('kind = "gzip"', "must be one of dense, int8, fp4"),
         ('kind = "int8"\nshare = 0.5', "share in [codec] belongs to random-k and top-k and dct-top-k"),
         ('kind = "sign"\nblock = 64', "block in [codec] belongs to int8 and fp4 and qsgd"),
-        ('kind = "top-k"\nshare = 0', "share in [codec] must be a number above 0"),
+        ('kind = "top-k"\nshare = 0', "share in [codec] must be a number from 1e-06"),
         ('kind = "top-k"\nvalues = "sign"', "values in [codec] must be one of dense, int8, fp4"),
         ('kind = "fp4"\nblock = 65', "block 65 is odd"),
         ('kind = "low-rank"\nlevels = 9', "levels in [codec] belongs to qsgd"),
