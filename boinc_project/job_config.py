@@ -888,7 +888,7 @@ def _check_speed_classes(config: JobConfig, source: _Source) -> None:
 
 
 def _check_shipped(config: JobConfig, source: _Source) -> None:
-    """That the inner optimizer has a state, and that all of it can be sent."""
+    """That the inner optimizer has a state, that all of it can be sent, and that no copy alone can freeze it."""
     inner = config.inner_optimizer
     assert inner is not None
     if inner.kind == "sgd" and not inner.momentum:
@@ -904,6 +904,14 @@ def _check_shipped(config: JobConfig, source: _Source) -> None:
             "state",
             f'state = "shipped" in [inner_optimizer] does not go with policy = "{config.train.policy}", whose results'
             " hold a part of the model; remove state or change the policy",
+        )
+    if inner.kind == "adamw" and config.trust.adaptive_replication and not inner.max_norm:
+        raise source.error(
+            "inner_optimizer",
+            "state",
+            'state = "shipped" in [inner_optimizer] with adaptive_replication in [trust] needs max_norm: without it one'
+            " lie about second moments, accepted without a second copy, would stop the model from moving; set max_norm"
+            " = 1.0",
         )
 
 

@@ -185,6 +185,10 @@ def fitted(combination: Combination) -> Combination:
             made["kept"] = "none"
         elif made["flow"] == "wide":
             made["kept"] = "three"
+    if made["inner"] == "adamw shipped" and "adaptive_replication = true" in LINES["trust"][made["trust"]].get(
+        "trust", ()
+    ):
+        made["inner"] = "clipped shipped"  # moments of a copy alone must be bounded
     if made["trust"] == "probe" and made["inner"] == "none":
         made["trust"] = "norms"
     return made

@@ -313,6 +313,7 @@ def test_reset_is_the_default_and_changes_no_byte_of_a_microtask() -> None:
         ([('kind = "adamw"', 'kind = "sgd"')], "needs an optimizer that has a state"),
         ([('policy = "diloco"', 'policy = "streaming-diloco"')], "does not go with policy"),
         ([('state = "shipped"', 'state = "kept"')], "must be one of reset, shipped"),
+        ([("[train]", "[trust]\nadaptive_replication = true\n\n[train]")], "needs max_norm"),
     ],
 )
 def test_wrong_settings_get_one_sentence(changes: list[tuple[str, str]], words: str, tmp_path: Path) -> None:
