@@ -49,7 +49,7 @@ from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.bytes_ddp import Theirs, check, ddp, held_out, parameters_in, ring_bytes, train
 from scripts.benchmarks.bytes_peers import flower_bytes, hivemind_bytes
 from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed, BenchmarkSkipped
-from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, plot_path
+from scripts.benchmarks.simulations import LONG_TASKS, plot_path
 from work_generator.export import ExportedJob, export_job
 from work_generator.job import Job
 from work_generator.workunits import data_plan
@@ -299,7 +299,7 @@ def _run(job: Job, exported: ExportedJob, quorum: int, seed: int, computer: Comp
     every = replace(job.config.train, evaluate_every=job.config.train.evaluate_every if quorum == 1 else 0)
     job = replace(job, config=replace(job.config, workunit=unit, train=every))
     hosts = synthetic_hosts(HOSTS, seed, flops=5e9, flops_sigma=0.2)
-    settings = Settings(seed=seed, options=LONG_TASKS, intervals=LONG_INTERVALS)
+    settings = Settings(seed=seed, options=LONG_TASKS)
     with simulated(job, exported, hosts, settings, computer=computer) as simulation:
         simulation.run()
         report, plan = report_of(simulation), data_plan(job.config, simulation.project.job.facts)
