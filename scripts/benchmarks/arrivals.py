@@ -107,8 +107,9 @@ def replay(
 
 
 def _give_up(runs: Sequence[_Run], margin: float) -> None:
-    for run in runs:
-        others = [each.curve[-1][1] for each in runs if each.config.train.policy == run.config.train.policy]
+    noted = [run for run in runs if run.curve]
+    for run in noted:
+        others = [each.curve[-1][1] for each in noted if each.config.train.policy == run.config.train.policy]
         if run.curve[-1][1] > margin * min(others):
             run.note(run.curve[-1][0], math.inf)
 

@@ -71,6 +71,14 @@ def test_a_trace_is_replayed_as_pytorch_trains(job: tuple[Job, ExportedJob]) -> 
         assert [loss for _, loss in curve] == pytest.approx(_trained(made, exported, rounds, rate), rel=1e-5)
 
 
+def test_a_trace_that_is_looked_at_only_at_its_end_is_replayed_to_it(job: tuple[Job, ExportedJob]) -> None:
+    rounds = tuple(((version, 2 * version), (version, 2 * version + 1)) for version in range(5))
+    hours = (1.0, 2.0, 3.0, 4.0, 5.0)
+    made, exported = job
+    (curve,) = replay(made, exported, characters.losses, [made.config], Arrivals(rounds, hours), 5, margin=1.1)
+    assert [hour for hour, _ in curve] == [5.0]
+
+
 def _trained(
     job: Job, exported: ExportedJob, rounds: tuple[tuple[tuple[int, int], ...], ...], rate: float
 ) -> list[float]:
