@@ -216,6 +216,7 @@ gt_trust = sa.Table(
     # Evidence that fades with time (boinc_project/reliability.py); server defaults, because older projects lack these.
     sa.Column("good", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # valid beside another's copy
     sa.Column("bad", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # faulty
+    sa.Column("unlike", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # differing
     sa.Column("alone", sa.Integer, nullable=False, default=0, server_default=sa.text("0")),  # unchecked since then
     sa.Column("failed_check", _Double, nullable=False, default=0.0, server_default=sa.text("0")),  # when; 0: never
     mysql_engine="InnoDB",

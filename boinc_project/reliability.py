@@ -18,10 +18,15 @@ from typing import Any
 Z = 1.645
 HALF_LIFE_S = 30 * 86400.0
 
+#: The columns of gt_trust that fade.
+EVIDENCE = ("good", "bad", "unlike")
+
 #: A host may be believed alone from this reliability on (52 good results, none bad). With less evidence audits would be
 #: due more often than one time in twenty, and one copy would save little.
 TRUSTED = 0.95
-#: ... and after so many good ones since its last bad one.
+#: ... and after so many good ones in a row, twice as many for each bad result, and for each that differed a little from
+#: the others, as far as these have not faded. Hardware differs, and that costs nobody a vote; but a host that lies
+#: until it is audited, behaves for as long as it must and lies again would else be believed most of the time.
 TRUSTED_AFTER = 10
 
 #: From so many bad results on a host may have no vote.
@@ -57,8 +62,12 @@ def reliability(row: Mapping[str, Any] | None, now: float) -> float:
 
 
 def is_trusted(row: Mapping[str, Any] | None, now: float) -> bool:
-    """Whether one copy of this host may be enough. One bad result ends it for the next TRUSTED_AFTER good ones."""
-    return row is not None and int(row["consecutive_valid"]) >= TRUSTED_AFTER and reliability(row, now) >= TRUSTED
+    """Whether one copy of this host may be enough. A bad or differing result ends it for more good ones each time."""
+    if row is None:
+        return False
+    against = faded(float(row["bad"]) + float(row["unlike"]), float(row["judge_time"]), now)
+    streak = TRUSTED_AFTER * math.exp2(min(against, 64.0))
+    return int(row["consecutive_valid"]) >= streak and reliability(row, now) >= TRUSTED
 
 
 def is_distrusted(row: Mapping[str, Any] | None, now: float) -> bool:

@@ -192,7 +192,7 @@ def _lasting(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, "never" if value == _NEVER else "due"
         elif name.startswith("expavg_credit"):
             yield name, round(float(value), 3)  # it decays with a half-life of a week
-        elif name in ("good", "bad"):
+        elif name in ("good", "bad", "unlike"):
             yield name, round(float(value), 3)  # within a month
         elif not name.endswith("_time") and name != "id":
             yield name, round(value, 9) if isinstance(value, float) else value

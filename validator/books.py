@@ -42,7 +42,7 @@ from boinc_project.database import (
     user,
 )
 from boinc_project.gt_tables import gt_trust
-from boinc_project.reliability import faded, is_distrusted
+from boinc_project.reliability import EVIDENCE, faded, is_distrusted
 from boinc_project.rows import Key, read_rows, update_rows
 from boinc_project.states import ValidateState
 from validator.decision import ResultChange
@@ -258,8 +258,9 @@ class Books:
         trust = self._trust(judged)
         if judged.change.differs:
             # Other hardware may round otherwise: no credit, but no honest host is ruined by it. It is not believed
-            # alone until others' copies have been like its own again: so small a lie harms where nobody looks.
+            # alone until many others' copies have been like its own: so small a lie harms where nobody looks.
             trust["differing"] += 1
+            trust["unlike"] += 1.0
             trust["consecutive_valid"] = 0
             return
         trust["faulty"] += 1
@@ -290,11 +291,11 @@ class Books:
         row = self.trust.get(judged.host_id, judged.kind)
         if row is None:
             counts = {"valid": 0, "faulty": 0, "differing": 0, "consecutive_valid": 0, "alone": 0}
-            evidence = {"good": 0.0, "bad": 0.0, "failed_check": 0.0}
+            evidence = {**dict.fromkeys(EVIDENCE, 0.0), "failed_check": 0.0}
             identity = {"host_id": judged.host_id, "kind": judged.kind}
             row = self.trust.add({**identity, **counts, **evidence, "judge_time": self.now})
         since = float(row["judge_time"])
-        row["good"], row["bad"] = (faded(float(row[name]), since, self.now) for name in ("good", "bad"))
+        row.update({name: faded(float(row[name]), since, self.now) for name in EVIDENCE})
         row["judge_time"] = max(since, self.now)
         return row
 

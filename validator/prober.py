@@ -1,6 +1,9 @@
 """Tries updates on held-out data (boinc_project/background_runs.py) while others are judged.
 
 Prober.gain(...)   the loss of the version minus the loss after the update; NotYet until both are known
+
+Where the job's codec is unbiased and noisy (random-k, qsgd), one update alone raises the loss, and only the mean over
+many lowers it: what is tried is then a shorter step, of the length that is good by itself (Method.variance).
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Prober:
         before, after = (job.id, version, ""), (job.id, version, payload)
         if before not in self._losses or after not in self._losses:
             base = job.folder.read_state(version, state)
-            for key, values in ((before, base), (after, _applied(base, update))):
+            for key, values in ((before, base), (after, _applied(base, update, _step_length(job)))):
                 if key not in self._losses and key not in self._runs and self._runs.room:
                     self._start(job, key, values)
             raise NotYet
@@ -89,11 +92,16 @@ class Prober:
                 self._losses.popitem(last=False)
 
 
-def _applied(base: Mapping[str, Array], update: Mapping[str, Array]) -> dict[str, Array]:
-    """The state that a local training ended with: delta = start - end."""
+def _step_length(job: JobRow) -> float:
+    """Share of an update that is tried."""
+    return 1.0 / (1.0 + job.config.codec.codec().method.variance)
+
+
+def _applied(base: Mapping[str, Array], update: Mapping[str, Array], length: float) -> dict[str, Array]:
+    """The state that a local training ended with, or that share of its way: delta = start - end."""
     found: dict[str, Array] = {}
     for name, array in base.items():
         kind, _, rest = name.partition("/")
         delta = update.get(f"delta/{rest}") if kind == "parameter" else None
-        found[name] = array - delta if delta is not None else update.get(name, array)
+        found[name] = array - np.float32(length) * delta if delta is not None else update.get(name, array)
     return found

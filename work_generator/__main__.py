@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class Generator:
     retired: dict[int, int] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
     advised: set[int] = field(default_factory=set)  # ids of jobs whose advice has been logged
-    census_read: dict[Path, float] = field(default_factory=dict)  # when it was written, as far as the feeder knows
+    census_read: dict[Path, float] = field(default_factory=dict)  # when it was written that the feeder was told of
     settled: set[str] = field(default_factory=set)  # workunits that need not be cancelled any more
 
     def __post_init__(self) -> None:
@@ -148,7 +148,8 @@ class Generator:
         if census is not None and is_standard(self.tree.config):
             self._tell_feeder(path)
         demand = speed_classes.demand_of(len(steps), census, tasks, measured)
-        return speed_classes.placed(job.config, wanted, rows, demand, first)
+        places = speed_classes.placed(job.config, [each.slot for each in wanted], rows, demand, first)
+        return [replace(each, place=place) for each, place in zip(wanted, places, strict=True)]
 
     def _tell_feeder(self, census: Path) -> None:
         """Have BOINC's feeder read a new census, once it is surely complete: it reads it at its start only, and ends
@@ -156,7 +157,7 @@ class Generator:
         changed = census.stat().st_mtime
         if changed > clock.now() - CENSUS_SETTLED_S or self.options.dry_run:
             return
-        if self.census_read.setdefault(census, changed) != changed:
+        if self.census_read.get(census) != changed:  # a feeder older than this daemon may not have read it either
             self.census_read[census] = changed
             (self.tree.project_dir / "reread_db").touch()
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from boinc_project.job_config import JobConfig
 from boinc_project.size_classes import Measured, size_class
-
-if TYPE_CHECKING:
-    from work_generator.supply import Issue
 
 Row = Mapping[str, Any]
 
@@ -42,32 +39,29 @@ def uniform(config: JobConfig, version: int, slot: int) -> Place:
 
 
 def placed(
-    config: JobConfig, issues: Sequence[Issue], microtasks: Sequence[Row], demand: Sequence[int], first_batch: int
-) -> list[Issue]:
-    """The same slots with their places.
+    config: JobConfig, slots: Sequence[int], microtasks: Sequence[Row], demand: Sequence[int], first_batch: int
+) -> list[Place]:
+    """The places of these slots, which are about to be issued.
 
     microtasks   the attempts so far at these slots, and everything that is open
     demand       by class, how much work its hosts have had lately
     first_batch  the first batch that no slot has
     """
     known = {int(row["slot"]): row for row in microtasks}
-    fresh = [issue for issue in issues if issue.slot not in known]
+    fresh = sum(1 for slot in slots if slot not in known)
     there = Counter(int(row["size_class"]) for row in microtasks if row["state"] == "issued")
-    there.update(int(known[issue.slot]["size_class"]) for issue in issues if issue.slot in known)
+    there.update(int(known[slot]["size_class"]) for slot in slots if slot in known)
     steps = config.class_steps
-    classes = iter(
-        classes_of_new([there[number] for number in range(len(steps))], demand, len(fresh), config.policy.flow)
-    )
+    classes = iter(classes_of_new([there[number] for number in range(len(steps))], demand, fresh, config.policy.flow))
     found = []
-    for issue in issues:
-        if issue.slot in known:
-            row = known[issue.slot]
-            place = Place(int(row["first_batch"]), int(row["steps"]), int(row["size_class"]))
+    for slot in slots:
+        if slot in known:
+            row = known[slot]
+            found.append(Place(int(row["first_batch"]), int(row["steps"]), int(row["size_class"])))
         else:
             number = next(classes)
-            place = Place(first_batch, steps[number], number)
-            first_batch += place.steps
-        found.append(replace(issue, place=place))
+            found.append(Place(first_batch, steps[number], number))
+            first_batch += steps[number]
     return found
 
 

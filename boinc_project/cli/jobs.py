@@ -156,6 +156,8 @@ def show(name: str, project_dir: Path | None) -> None:
     )
     if trusts := trust_text(found.config.trust):
         console.print(f"trust: {trusts}", highlight=False)
+    if steps := found.config.class_steps:
+        console.print(f"local steps by speed class, slowest hosts first: {', '.join(map(str, steps))}", highlight=False)
     newest = table("version", "loss", "held-out", "contributions", "samples", "made")
     for row in versions[-20:]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))
@@ -165,8 +167,9 @@ def show(name: str, project_dir: Path | None) -> None:
         newest.add_row(*values)
     console.print(newest)
     for task in tasks:
-        note = escape(task["note"])
-        console.print(f"  slot {task['slot']}: {task['state']} {task['workunit_name']} {note}", highlight=False)
+        note, number = escape(task["note"]), int(task["size_class"])
+        place = f" (class {number}, {task['steps']} steps)" if number >= 0 else ""
+        console.print(f"  slot {task['slot']}{place}: {task['state']} {task['workunit_name']} {note}", highlight=False)
 
 
 @job.command("pause")

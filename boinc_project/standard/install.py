@@ -35,6 +35,7 @@ from boinc_project.standard import editing, schema, steps
 from boinc_project.standard.findings import listed
 from boinc_project.standard.record import Change, InstallError, Record, remove_half_made, replace_file, temporary_of
 from boinc_project.standard.steps import Snapshot, Step, Wanted
+from boinc_project.states import ServerState
 
 _APP_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -306,6 +307,14 @@ def _set_classes(database: Database, name: str, classes: int) -> None:
         connection.execute(sa.update(app).where(app.c.name == name).values(n_size_classes=classes))
 
 
+def _waiting_for_class(database: Database, name: str) -> int:
+    """Results of an app that only a size_regulator makes ready to be sent."""
+    query = sa.select(sa.func.count()).select_from(result.join(app, app.c.id == result.c.appid))
+    with database.read() as connection:
+        state = result.c.server_state == int(ServerState.INACTIVE)
+        return int(connection.scalar(query.where(app.c.name == name, state)) or 0)
+
+
 def _link(path: Path, target: str) -> None:
     temporary = temporary_of(path)
     temporary.unlink(missing_ok=True)
@@ -352,6 +361,12 @@ def plan_removal(project: Standard, app_name: str | None, drop_tables: bool) -> 
     jobs = project.project_dir / "gt_jobs"
     if last and jobs.exists():
         stays.append(f"{jobs}: models and gradients; remove the folder when you do not need them")
+    for each in chosen:
+        if each.kind == "classes" and (waiting := _waiting_for_class(project.database, each.path)):
+            stays.append(
+                f"{waiting} unsent results of {each.path} wait for size_regulator, which goes: BOINC sends them to"
+                " nobody; `boinc-train job stop` before uninstalling withdraws them"
+            )
     if last:
         stays.append(f"{record.folder / 'backups'}: the files as they were before")
     return Removal(undo=tuple(reversed(chosen)), apps=apps, stays=tuple(stays))

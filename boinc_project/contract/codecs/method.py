@@ -87,6 +87,15 @@ class Method(ABC):
         """
         return
 
+    @property
+    def variance(self) -> float:
+        """w of E||C(x) - x||^2 <= w ||x||^2 for an unbiased C; 0 for all others, which are much closer to x.
+
+        One decoded update of a large w is mostly noise, which the mean over many takes out; C(x) / (1 + w) is a step
+        that is good by itself (Richtarik et al. 2021, https://arxiv.org/abs/2106.05203, section 2).
+        """
+        return 0.0
+
     def spread(self, distance: float) -> float:
         """Relative distance, once decoded, of two updates that were at this (small) distance: see `rounded_apart`."""
         return distance

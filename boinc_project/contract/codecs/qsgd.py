@@ -86,5 +86,9 @@ class Qsgd(Method):
         if top > self.levels:
             raise unusable(place, f"a code is {top}, beyond {self.levels} levels")
 
+    @property
+    def variance(self) -> float:
+        return min(self.block / self.levels**2, self.block**0.5 / self.levels)
+
     def spread(self, distance: float) -> float:
         return rounded_apart(distance, self.block**0.5 / self.levels)

@@ -73,6 +73,10 @@ class RandomK(Sparse):
     def check(self, parts: Parts, shape: Shape, place: str) -> None:
         self.values.check(parts, (self.kept(shape),), place)
 
+    @property
+    def variance(self) -> float:
+        return 1 / self.share - 1
+
     def spread(self, distance: float) -> float:
         return self.values.spread(distance)
 

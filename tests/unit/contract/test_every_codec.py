@@ -214,6 +214,7 @@ def test_random_k_has_the_variance_of_its_paper() -> None:
         float(((decoded(codec.seeded(CodecSeed(seed)), array) - array).astype(np.float64) ** 2).sum())
         for seed in range(400)
     ]
+    assert codec.method.variance == 1 / share - 1
     wanted = (1 / share - 1) * float((array.astype(np.float64) ** 2).sum())
     assert abs(np.mean(squares) - wanted) < 4 * np.std(squares) / math.sqrt(len(squares))
 
@@ -225,8 +226,19 @@ def test_qsgd_stays_within_the_variance_bound_of_its_paper() -> None:
         float(((decoded(codec.seeded(CodecSeed(seed)), array) - array).astype(np.float64) ** 2).sum())
         for seed in range(30)
     ]
-    bound = min(block / levels**2, math.sqrt(block) / levels) * float((array.astype(np.float64) ** 2).sum())
-    assert max(squares) < bound
+    assert codec.method.variance == min(block / levels**2, math.sqrt(block) / levels)
+    assert max(squares) < codec.method.variance * float((array.astype(np.float64) ** 2).sum())
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=label)
+def test_a_step_shortened_by_the_variance_does_not_point_away_from_the_update(codec: Codec) -> None:
+    """||C(x) / (1 + w) - x||^2 <= w / (1 + w) ||x||^2 on average: less than without any step."""
+    array = normal(48, 64)
+    left = [
+        float(((decoded(codec.seeded(CodecSeed(seed)), array) / (1 + codec.method.variance) - array) ** 2).sum())
+        for seed in range(20)
+    ]
+    assert np.mean(left) < float((array**2).sum())
 
 
 def test_a_fixed_projection_keeps_its_share_of_the_update_and_is_linear() -> None:

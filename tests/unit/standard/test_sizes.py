@@ -14,10 +14,11 @@ from lxml import etree
 
 from boinc_project import database
 from boinc_project.cli.main import main
-from boinc_project.database import Database
+from boinc_project.database import Database, new_row
 from boinc_project.standard import doctor_sizes, install, size_steps, steps
 from boinc_project.standard.findings import Finding, Patient, Severity
 from boinc_project.standard.record import InstallError
+from boinc_project.states import ServerState
 from tests.standard_project import contents, fingerprint, make_programs, make_standard_project
 from tests.tiny_project import Changes, tiny_project
 from work_generator.job import JobError
@@ -89,6 +90,17 @@ def test_uninstalling_takes_it_out_again_also_when_boinc_has_counted_hosts_since
         (project.folder / "size_census_gradient").write_text("3.317408e+09\n3.468828e+09\n")
     project.run("uninstall", "--drop-tables", "--yes")
     assert (fingerprint(project.folder), contents(project.db)) == before
+
+
+def test_uninstalling_says_what_nobody_would_send_any_more(project: Project) -> None:
+    project.run("install", *SIZES)
+    with project.db.transaction() as connection:
+        ours = connection.execute(sa.select(database.app.c.id).where(database.app.c.name == "gradient")).scalar_one()
+        for name, state in (("a", ServerState.INACTIVE), ("b", ServerState.INACTIVE), ("c", ServerState.OVER)):
+            row = new_row(database.result, name=name, appid=ours, server_state=int(state))
+            connection.execute(sa.insert(database.result).values(**row))
+    found = project.run("uninstall", "--yes").output
+    assert "2 unsent results of gradient wait for size_regulator" in " ".join(found.split())
 
 
 def test_the_regulator_of_somebody_else_s_app_and_other_tasks_stay(project: Project) -> None:

@@ -129,6 +129,7 @@ def test_an_honest_disagreement_earns_nothing_and_ruins_nobody() -> None:
     assert kept(made, "users")["total_credit"] == 102.5
     trust = kept(made, "trust")
     assert (trust["valid"], trust["differing"], trust["faulty"], trust["bad"]) == (1, 1, 0, 0)
+    assert (trust["good"], trust["unlike"]) == (1.0, 1.0)
     assert trust["consecutive_valid"] == 0, "it is not believed alone until others have agreed with it again"
 
 

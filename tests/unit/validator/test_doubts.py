@@ -112,6 +112,19 @@ def test_honest_updates_are_tried_and_accepted(project: TinyProject) -> None:
     assert not list(project.job.folder.path.glob("probe_*"))
 
 
+@pytest.mark.parametrize(
+    "codec", ['kind = "random-k"\nshare = 0.1', 'kind = "qsgd"\nlevels = 1\nblock = 256'], ids=["random-k", "qsgd"]
+)
+def test_an_update_of_a_noisy_unbiased_codec_is_tried_as_a_step_that_is_good_by_itself(codec: str) -> None:
+    changes = (("[workunit]", f"[codec]\n{codec}\n\n[workunit]"), ("lr = 0.02", "lr = 0.3"))
+    with tiny_project("guarded.toml", changes=changes) as project:
+        project.issue()
+        answer_all(project)
+        judged(project)
+        assert all(unit["canonical_resultid"] for unit in project.rows(workunit))
+        assert all(row["gain"] > 0 for row in project.rows(gt_accepted))
+
+
 def test_an_update_on_which_colluding_hosts_agree_and_that_raises_the_loss_is_not_accepted(
     project: TinyProject,
 ) -> None:

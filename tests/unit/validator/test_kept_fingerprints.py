@@ -161,7 +161,7 @@ def test_the_same_bytes_from_two_hosts_are_one_file_if_they_hold_times_of_their_
 
 @pytest.mark.usefixtures("each_database")
 def test_a_project_made_before_there_was_evidence_of_reliability_gets_the_new_columns(project: TinyProject) -> None:
-    new = ("good", "bad", "alone", "failed_check")
+    new = ("good", "bad", "unlike", "alone", "failed_check")
     with project.db.transaction() as connection:
         for name in new:
             connection.execute(sa.text(f"ALTER TABLE gt_trust DROP COLUMN {name}"))

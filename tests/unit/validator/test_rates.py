@@ -21,6 +21,11 @@ from validator.replication import why_not_alone
 from validator.voters import Independence, Witness, count_votes
 
 
+def fresh_record() -> dict[str, Any]:
+    counts = {"good": 0.0, "bad": 0.0, "unlike": 0.0, "consecutive_valid": 0}
+    return {**counts, "judge_time": 0.0, "failed_check": 0.0}
+
+
 @dataclass
 class World:
     """Hosts of which the first `f` share is bad, and what has become of their workunits."""
@@ -64,14 +69,33 @@ class World:
     def enter(self, found: Decision, hosts: Mapping[int, int]) -> None:
         """What validator/books.py does to gt_trust; time stands still."""
         for identifier, change in found.results.items():
-            fresh = {"good": 0.0, "bad": 0.0, "consecutive_valid": 0, "judge_time": 0.0, "failed_check": 0.0}
-            record = self.records.setdefault(hosts[identifier], fresh)
+            record = self.records.setdefault(hosts[identifier], fresh_record())
             if change.validate_state == ValidateState.VALID and not change.alone:
                 record["good"] += 1
                 record["consecutive_valid"] += 1
             elif change.validate_state == ValidateState.INVALID and not change.differs:
                 record["bad"] += 1
                 record["consecutive_valid"] = 0
+
+
+@pytest.mark.parametrize("word", ["bad", "unlike"])
+def test_whoever_lies_whenever_it_is_trusted_is_believed_alone_less_and_less(word: str) -> None:
+    """The cleverest of liars: it knows its own record, and behaves whenever a second copy would be made in any case."""
+    lottery, count, record = Lottery(b"secret"), 6000, fresh_record()
+    lies: list[int] = []
+    for number in range(count):
+        trusted = is_trusted(record, 0.0)
+        witness = Witness(1, 1, trusted=trusted, reliability=reliability(record, 0.0))
+        if not why_not_alone(witness, lottery, 0.05, f"wu{number}", number, ""):
+            lies.append(number)
+        elif trusted:
+            record[word] += 1
+            record["consecutive_valid"] = 0
+        else:
+            record["good"] += 1
+            record["consecutive_valid"] += 1
+    assert lies, "it is trusted at first"
+    assert len(lies) / count < 0.04, "where only the last ten counted it was a third"
 
 
 @pytest.mark.parametrize("f", [0.05, 0.2, 0.4])

@@ -301,6 +301,7 @@ def record(**columns: Any) -> dict[str, Any]:
         "valid": 0,
         "good": 0.0,
         "bad": 0.0,
+        "unlike": 0.0,
         "consecutive_valid": 0,
         "judge_time": NOW,
         "failed_check": 0.0,
@@ -329,9 +330,19 @@ def test_evidence_halves_in_thirty_days_and_a_clock_set_back_changes_nothing() -
     assert reliability(record(good=100, judge_time=NOW + 5), NOW) == lower_bound(100, 0)
 
 
-def test_one_bad_result_ends_the_trust_of_any_host_until_ten_good_ones_have_followed() -> None:
-    assert is_trusted(record(good=1000, consecutive_valid=TRUSTED_AFTER), NOW)
-    assert not is_trusted(record(good=1000, bad=1, consecutive_valid=TRUSTED_AFTER - 1), NOW)
+@pytest.mark.parametrize("word", ["bad", "unlike"])
+def test_a_bad_or_differing_result_ends_the_trust_of_any_host_for_longer_each_time(word: str) -> None:
+    for count in range(6):
+        needed = TRUSTED_AFTER * 2**count
+        assert is_trusted(record(good=1000, consecutive_valid=needed, **{word: count}), NOW)
+        assert not is_trusted(record(good=1000, consecutive_valid=needed - 1, **{word: count}), NOW)
+    old = record(good=9000, consecutive_valid=TRUSTED_AFTER, judge_time=NOW - 40 * HALF_LIFE_S, **{word: 1e6})
+    assert not is_trusted({**old, "judge_time": NOW}, NOW)
+
+
+def test_who_has_no_record_or_little_is_not_trusted_and_what_differed_costs_no_vote() -> None:
+    assert not is_trusted(None, NOW)
+    assert not is_distrusted(record(unlike=50), NOW)
     assert not is_trusted(record(good=20, consecutive_valid=20), NOW)
     assert not is_trusted(None, NOW)
 
@@ -406,6 +417,7 @@ def test_who_has_no_vote(named: dict[str, float], expected: bool) -> None:
     row = {
         "good": 0.0,
         "bad": 0.0,
+        "unlike": 0.0,
         "failed_check": 0.0,
         "consecutive_valid": 0,
         "judge_time": NOW,

@@ -19,7 +19,7 @@ from boinc_project.plan import DataPlan, batches_from
 from boinc_project.size_classes import Measured
 from tests.tiny_project import TINY_JOB, TinyProject, tiny_project
 from work_generator.speed_classes import Place, classes_of_new, demand_of, placed, uniform
-from work_generator.supply import Issue, waits_for_its_class
+from work_generator.supply import waits_for_its_class
 
 CLASSES = ("local_steps = 5", "local_steps = 8\nspeed_classes = [1.0, 0.5, 0.25]")
 
@@ -83,17 +83,16 @@ def test_slots_take_consecutive_batches_and_keep_them_when_they_are_issued_again
     rows: list[dict[str, Any]] = []
     first = 0
     for count in counts:
-        fresh = [Issue(slot, 0) for slot in range(len(rows), len(rows) + count)]
-        again = [Issue(int(row["slot"]), 1) for row in rows[:1]]
+        fresh = list(range(len(rows), len(rows) + count))
+        again = [int(row["slot"]) for row in rows[:1]]
         found = placed(made, [*again, *fresh], rows, demand, first)
-        for issue in found[: len(again)]:
-            assert issue.place is not None
-            assert dataclasses.asdict(issue.place) == {key: rows[0][key] for key in dataclasses.asdict(issue.place)}
-        for issue in found[len(again) :]:
-            assert issue.place is not None and issue.place.first_batch == first
-            assert issue.place.steps == made.class_steps[issue.place.size_class]
-            first += issue.place.steps
-            rows.append({"slot": issue.slot, "state": "issued", **dataclasses.asdict(issue.place)})
+        for place in found[: len(again)]:
+            assert dataclasses.asdict(place) == {key: rows[0][key] for key in dataclasses.asdict(place)}
+        for slot, place in zip(fresh, found[len(again) :], strict=True):
+            assert place.first_batch == first
+            assert place.steps == made.class_steps[place.size_class]
+            first += place.steps
+            rows.append({"slot": slot, "state": "issued", **dataclasses.asdict(place)})
 
 
 @settings(max_examples=50)
