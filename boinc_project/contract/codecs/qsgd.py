@@ -8,6 +8,7 @@ of Elias codes, signed levels of 4 bits (s up to 7) or 8, which the file's compr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -88,7 +89,7 @@ class Qsgd(Method):
 
     @property
     def variance(self) -> float:
-        return min(self.block / self.levels**2, self.block**0.5 / self.levels)
+        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
 
     def spread(self, distance: float) -> float:
         return rounded_apart(distance, self.block**0.5 / self.levels)
