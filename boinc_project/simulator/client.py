@@ -60,6 +60,14 @@ class Work:
     opened: dict[str, str]
 
 
+class TaskFailed(Exception):
+    """The application ends a task with an error."""
+
+    def __init__(self, exit_status: int, words: str) -> None:
+        super().__init__(words)
+        self.exit_status = exit_status
+
+
 @dataclass(eq=False)
 class Task:
     """A copy of a workunit on a host."""
@@ -68,6 +76,7 @@ class Task:
     work: Work
     output: str  # physical name of the file to upload
     compute_s: float = 0.0
+    failure: TaskFailed | None = None
     is_dropped: bool = False
     computing: Piece | None = None
 
@@ -98,7 +107,7 @@ class World(Protocol):
         """A scheduler RPC."""
 
     def answer(self, client: Client, task: Task) -> bytes | None:
-        """What the host gives back for a task; None: it is never heard of again."""
+        """What the host gives back for a task; None: it is never heard of again. Raises TaskFailed."""
 
     def upload(self, name: str, data: bytes) -> None:
         """The upload handler gets a file."""
@@ -251,11 +260,7 @@ class Client:
                 n_bwup=self.host.up,
             ),
             results=tuple(
-                ReportedResult(
-                    name=task.name, client_state=int(ClientState.FILES_UPLOADED), cpu_time=task.compute_s,
-                    elapsed_time=task.compute_s, app_version_num=100,
-                )
-                for task in finished
+                _reported(task) for task in finished
             ),
             other_results=frozenset(self.tasks),
             other_results_complete=True,
@@ -287,7 +292,12 @@ class Client:
     def _computed(self, task: Task) -> None:
         if task.is_dropped:
             return
-        data = self.world.answer(self, task)
+        try:
+            data = self.world.answer(self, task)
+        except TaskFailed as failure:
+            task.failure = failure
+            self._ready(task)
+            return
         if data is None:
             self._end(task)
             return
@@ -296,12 +306,16 @@ class Client:
         def sent() -> None:
             self.world.upload(task.output, content)
             self.traffic.up += len(content)
-            self._end(task)
-            self._finished.append(task)
-            self._backoff, self._backoff_until = 0.0, 0.0
-            self._plan()
+            self._ready(task)
 
         self._lines["up"].add(self.host.latency + len(content) / self.host.up, sent)
+
+    def _ready(self, task: Task) -> None:
+        """The task can be reported."""
+        self._end(task)
+        self._finished.append(task)
+        self._backoff, self._backoff_until = 0.0, 0.0
+        self._plan()
 
     def _abort(self, name: str, *, even_if_begun: bool) -> None:
         task = self.tasks.get(name)
@@ -319,6 +333,19 @@ class Client:
         for file in task.work.files:
             if not file.sticky and file.name not in used:
                 self._disk.pop(file.name, None)
+
+
+def _reported(task: Task) -> ReportedResult:
+    failure = task.failure
+    return ReportedResult(
+        name=task.name,
+        client_state=int(ClientState.FILES_UPLOADED if failure is None else ClientState.COMPUTE_ERROR),
+        exit_status=0 if failure is None else failure.exit_status,
+        stderr_out="" if failure is None else str(failure),
+        cpu_time=task.compute_s,
+        elapsed_time=task.compute_s,
+        app_version_num=100,
+    )
 
 
 @functools.lru_cache(maxsize=4096)  # the same for every copy

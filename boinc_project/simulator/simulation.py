@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from apps.gradient.__main__ import EXIT_NOT_FINITE
 from boinc_project import clock
 from boinc_project.contract.errors import ContractError
 from boinc_project.gt_tables import JobState
 from boinc_project.server.messages import SchedulerReply, SchedulerRequest
-from boinc_project.simulator.client import Client, Habits, Task
+from boinc_project.simulator.client import Client, Habits, Task, TaskFailed
 from boinc_project.simulator.computing import Computed, Computer, Tensors, seeded
 from boinc_project.simulator.events import Event, Events
 from boinc_project.simulator.hosts import Host
@@ -158,14 +159,18 @@ class Simulation:
         self.project.upload(name, data)
 
     def answer(self, client: Client, task: Task) -> bytes | None:
-        opened = task.work.opened
-        computed = self.computer.honest(key_of(opened), self.project.places(opened))
-        behaviour = client.behaviour
-        situation = Situation(client.host.name, computed, self.computer, lambda: self._round(computed))
-        tensors = behaviour.answer(situation)
-        if tensors is None:
-            return None
-        data = self.computer.encoded(computed, tensors, client.host.name)
+        opened, behaviour = task.work.opened, client.behaviour
+        try:
+            computed = self.computer.honest(key_of(opened), self.project.places(opened))
+            situation = Situation(client.host.name, computed, self.computer, lambda: self._round(computed))
+            tensors = behaviour.answer(situation)
+            if tensors is None:
+                return None
+            data = self.computer.encoded(computed, tensors, client.host.name)
+        except ContractError as error:
+            if error.fault != "not_finite":
+                raise
+            raise TaskFailed(EXIT_NOT_FINITE, f"the loss is not a number: {error}") from error
         self.answers[task.name] = Answer(client.host.name, task.compute_s, behaviour.lies, len(data))
         return data
 

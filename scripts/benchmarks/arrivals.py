@@ -31,6 +31,7 @@ from boinc_project.job_config import JobConfig
 from boinc_project.plan import DataPlan
 from boinc_project.simulator.simulation import Simulation
 from work_generator.export import ExportedJob
+from work_generator.export.optimizer import CLIP_EPS
 from work_generator.job import Job
 from work_generator.speed_classes import uniform
 
@@ -149,6 +150,13 @@ class _Run:
         self.history[version + 1], self.optimizer = made.state, made.optimizer
 
 
+def clipped(gradients: Sequence[Tensor], most: float) -> tuple[Tensor, ...]:
+    """Gradients [P, ...] of P models, each scaled down to the norm `most` over all of its parameters."""
+    squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0)
+    factor = torch.clamp(most / (squares.sqrt() + CLIP_EPS), max=1.0)
+    return tuple(gradient * factor.view((-1,) + (1,) * (gradient.dim() - 1)) for gradient in gradients)
+
+
 class _Training:
     """Local steps and held-out loss of a job, in PyTorch."""
 
@@ -185,11 +193,14 @@ class _Training:
         column = {name: (-1,) + (1,) * (tensor.dim() - 1) for name, tensor in first.items()}
         rate, momentum = torch.tensor(rates), torch.tensor(momenta)
         places = [self._rows(run.config, base, slot) for run in runs for base, slot in round]
+        most = self._config.inner_optimizer.max_norm if self._config.inner_optimizer else 0.0
         for step in range(self.steps):
             rows = torch.from_numpy(np.stack([each[step] for each in places]))
             leaves = [tensor.requires_grad_() for tensor in now.values()]
             gradients = torch.autograd.grad(self._losses(now, self._train[rows]).sum(), leaves)
             with torch.no_grad():
+                if most:
+                    gradients = clipped(gradients, most)
                 for (name, tensor), gradient in zip(now.items(), gradients, strict=True):
                     speed[name].mul_(momentum.view(column[name])).add_(gradient)
                     tensor.sub_(rate.view(column[name]) * speed[name])

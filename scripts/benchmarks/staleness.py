@@ -11,7 +11,8 @@ each, without replication, to which lateness is all the same.
 
 The job is scripts/benchmarks/next_character: characters of a text too long to be learnt by heart, so that the held-out
 loss is still falling at the end and tells one policy from another (`synchronous, half` is the synchronous run with half
-of the samples). Local steps of SGD with momentum 0.9, cosine schedule.
+of the samples). Local steps of SGD with momentum 0.9, gradients clipped to the norm 1, cosine schedule. (Without
+clipping one batch in some thousands makes a gradient a thousand times as long as the others, whatever the policy.)
 
 Rates: every policy, the synchronous one included, has its inner rate, outer rate (of the mixing policies the mixing
 rate) and outer momentum from the same grid, at lag 10, with a seed that is not among the reported ones. `--tune` finds
@@ -90,6 +91,7 @@ evaluate_every = {every}
 kind = "sgd"
 lr = {inner}
 momentum = 0.9
+max_norm = 1
 
 [schedule]
 kind = "cosine"

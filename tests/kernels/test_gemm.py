@@ -43,9 +43,10 @@ RAGGED, WHOLE = (37, 70, 300), (48, 64, 320)
 @pytest.mark.parametrize(
     ("device", "shape"),
     [
-        pytest.param("pocl", RAGGED, id="pocl-ragged", marks=pytest.mark.long),  # a minute of a compiler's time
-        *(pytest.param(device, RAGGED, id=f"{device}-ragged") for device in DEVICES if device != "pocl"),
-        *(pytest.param(device, WHOLE, id=f"{device}-whole_tiles") for device in DEVICES),
+        # The recipes of a processor take a compiler a minute.
+        pytest.param(device, shape, id=f"{device}-{name}", marks=pytest.mark.long if device == "pocl" else ())
+        for name, shape in (("ragged", RAGGED), ("whole_tiles", WHOLE))
+        for device in DEVICES
     ],
 )
 def test_every_recipe_gives_the_same_product(

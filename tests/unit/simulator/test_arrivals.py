@@ -33,14 +33,18 @@ lr = 0.5
 kind = "sgd"
 lr = 0.2
 momentum = 0.9
+max_norm = {max_norm}
 """
 
+#: Of gradients whose norms are about 0.8: none is clipped, all are.
+MAX_NORMS = (0, 0.3)
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, ExportedJob]:
+
+@pytest.fixture(scope="module", params=MAX_NORMS)
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Job, ExportedJob]:
     folder: Path = tmp_path_factory.mktemp("job") / "next"
     shutil.copytree(FOLDER, folder)
-    (folder / "job.toml").write_text((FOLDER / "job.toml").read_text() + TRAIN)
+    (folder / "job.toml").write_text((FOLDER / "job.toml").read_text() + TRAIN.format(max_norm=request.param))
     made = Job.load(folder)
     data = {split: {"text": fields["text"][:64]} for split, fields in made.data.items()}
     made = dataclasses.replace(made, data=data)
@@ -83,6 +87,8 @@ def _trained(
     job: Job, exported: ExportedJob, rounds: tuple[tuple[tuple[int, int], ...], ...], rate: float
 ) -> list[float]:
     plan = DataPlan(job.config.job.seed, (64,), job.config.data.batch_size, False)
+    inner = job.config.inner_optimizer
+    assert inner is not None
     start = {name: torch.from_numpy(exported.state[ours].copy()) for name, ours in exported.state_dict.items()}
     versions, losses = [start], []
     for round in rounds:
@@ -94,6 +100,9 @@ def _trained(
                 rows = torch.from_numpy(plan.samples_of(2 * slot + step)[1])
                 optimizer.zero_grad()
                 job.loss(job.model, {"text": job.data["train"]["text"][rows]}).mean().backward()
+                if inner.max_norm:
+                    norm = torch.nn.utils.clip_grad_norm_(job.model.parameters(), inner.max_norm)
+                    assert norm > inner.max_norm
                 optimizer.step()
             deltas.append({n: versions[base][n] - p.detach() for n, p in job.model.named_parameters()})
         versions.append({n: x - 0.5 * (deltas[0][n] + deltas[1][n]) / 2 for n, x in versions[-1].items()})

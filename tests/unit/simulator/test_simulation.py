@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from boinc_project import clock, database
 from boinc_project.gt_tables import Disposition, gt_ledger, gt_round
@@ -66,6 +67,14 @@ def test_its_versions_are_bit_for_bit_those_of_the_real_daemons(toml: str) -> No
 def test_churn_and_rounding_that_a_quorum_bears_change_no_honest_version() -> None:
     hosts = with_departures(synthetic_hosts(8, 2, on_share=0.5, mean_session_s=60.0, flops_sigma=1.0), 0.3, 300.0, 1)
     assert run(hosts=hosts).digests == calm().digests
+
+
+def test_a_job_whose_loss_becomes_nan_fails_as_it_does_with_real_clients() -> None:
+    job, made = exported()
+    train = {**job.data["train"], "x": torch.full_like(job.data["train"]["x"], math.inf)}
+    report = run((dataclasses.replace(job, data={**job.data, "train": train}), made))
+    assert report.state == "failed"
+    assert "exit status 12" in report.note and "the loss is not a number" in report.note
 
 
 def test_the_seed_decides_everything() -> None:
