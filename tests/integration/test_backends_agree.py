@@ -15,9 +15,9 @@ from apps.gradient.backends.backend import DeviceNotFound
 from apps.gradient.runner import Run, load
 from boinc_project import database
 from boinc_project.contract.errors import UnfitHost
-from boinc_project.contract.update import read_update, update_types, write_update
+from boinc_project.contract.update import read_update, write_update
 from boinc_project.states import ValidateState
-from tests.tiny_project import TinyProject, tiny_project
+from tests.tiny_project import Changes, TinyProject, tiny_project
 
 BACKENDS = ("numpy", "torch", "opencl")
 
@@ -41,10 +41,21 @@ def update_by(project: TinyProject, unit: Mapping[str, Any], name: str) -> bytes
     return write_update(run.update(), loaded.types, metadata, loaded.microtask.codec)
 
 
-@pytest.mark.parametrize("toml", ["job.toml", "diloco.toml"])
+SHIPPED = (("[inner_optimizer]", '[inner_optimizer]\nstate = "shipped"'),)
+JOBS: dict[str, tuple[str, Changes]] = {
+    "gradient": ("job.toml", ()),
+    "local steps": ("diloco.toml", ()),
+    "shipped state": ("diloco.toml", SHIPPED),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("pair", list(combinations(BACKENDS, 2)), ids=" and ".join)
-def test_copies_of_two_backends_form_a_quorum(pair: tuple[str, str], toml: str) -> None:
-    with tiny_project(toml) as project:
+def test_copies_of_two_backends_form_a_quorum(pair: tuple[str, str], job: str) -> None:
+    toml, changes = JOBS[job]
+    with tiny_project(toml, changes=changes) as project:
+        if changes:
+            project.make_version()  # in the first version the state is zero
         results = project.issue()
         copies: dict[int, list[dict[str, Any]]] = {}
         for result in results:
@@ -58,7 +69,9 @@ def test_copies_of_two_backends_form_a_quorum(pair: tuple[str, str], toml: str) 
                 project.answer(result, update)
         project.transitioner.run_once()
         project.validator().one_pass()
-        states = {row["validate_state"] for row in project.rows(database.result)}
+        states = {
+            row["validate_state"] for row in project.rows(database.result) if row["id"] in {r["id"] for r in results}
+        }
         assert states == {int(ValidateState.VALID)}
         assert all(unit["canonical_resultid"] for unit in project.rows(database.workunit))
 
@@ -66,6 +79,6 @@ def test_copies_of_two_backends_form_a_quorum(pair: tuple[str, str], toml: str) 
 def different(project: TinyProject, unit: Mapping[str, Any], first: bytes, second: bytes) -> bool:
     """Whether two updates differ in any number."""
     microtask = project.microtask_of(str(unit["name"]))
-    types = update_types(project.job.folder.gradient_graph, microtask.mode, microtask.steps)
+    types = project.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
     sides = [read_update(each, types, microtask.codec, microtask.digest()).tensors for each in (first, second)]
     return any(not np.array_equal(sides[0][name], sides[1][name]) for name in sides[0])
