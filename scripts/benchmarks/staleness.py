@@ -35,8 +35,12 @@ import math
 import shutil
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +155,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[1, 5, 10, 20], help="mean lags (default 1 5 10 20)")
     parser.add_argument("--task-s", type=float, default=600.0, help="a task's seconds on the median host (default 600)")
     parser.add_argument("--target", type=float, default=2.0, help="held-out loss for the time to it (default 2)")
+    parser.add_argument("--processes", type=int, default=2, help="seeds at a time (default 2)")
     parser.add_argument("--tune", nargs="*", metavar="NAME", help="find the rates of these policies again (of all)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """default_loss_ratio_lag10, and the final losses and lags of all policies."""
-    torch.set_num_threads(1)
     print(__doc__)
-    with tempfile.TemporaryDirectory() as name:
-        bench = _Bench(options, Path(name))
-        if options.tune is not None:
+    if options.tune is not None:
+        with _bench(options) as bench:
             return bench.tune(options.tune or list(POLICIES))
-        return bench.compare()
+    stored = _stored()
+    print(f"rates: { ({name: stored[name] for name in POLICIES}) }", flush=True)
+    # Threads of PyTorch do not survive a fork.
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        return told(list(pool.map(partial(_of_seed, options), range(options.seeds))), options.target)
+
+
+def _of_seed(options: argparse.Namespace, seed: int) -> Seed:
+    with _bench(options) as bench:
+        return bench.one(seed)
+
+
+@contextmanager
+def _bench(options: argparse.Namespace) -> Iterator[_Bench]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        yield _Bench(options, Path(name))
 
 
 def told(seeds: Sequence[Seed], target: float) -> dict[str, float]:
@@ -256,11 +275,6 @@ class _Bench:
         every = configs[0].train.evaluate_every
         curves = replay(*self._job(configs[0]), losses, configs, arrivals, every, margin)
         return [Outcome(arrivals.lag, curve) for curve in curves]
-
-    def compare(self) -> dict[str, float]:
-        stored = _stored()
-        print(f"rates: { ({name: stored[name] for name in POLICIES}) }", flush=True)
-        return told([self.one(seed) for seed in range(self._options.seeds)], self._options.target)
 
     def one(self, seed: int) -> Seed:
         """All runs of a seed."""
