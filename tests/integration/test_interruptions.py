@@ -15,6 +15,7 @@ from assimilator.replay import replay
 from boinc_project import database
 from boinc_project.gt_tables import gt_ledger, gt_round
 from boinc_project.processes import Processes
+from tests.databases import REPEATED
 from tests.tiny_project import TinyProject, tiny_project
 from tests.training import train
 
@@ -70,6 +71,7 @@ def disturbed(folder: Path, seed: int, kills: int, seconds: float) -> None:
         assert sum(user["total_credit"] for user in project.rows(database.user)) == pytest.approx(granted)
 
 
+@pytest.mark.parametrize("each_database", REPEATED, indirect=True)
 def test_each_process_killed_at_random_moments_leaves_the_weights_of_an_undisturbed_training(tmp_path: Path) -> None:
     disturbed(tmp_path, seed=1, kills=6, seconds=2.0)
 

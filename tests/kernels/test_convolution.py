@@ -19,7 +19,7 @@ PLAIN = {"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "transposed": 
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("device", ["pocl", "pocl_gpu"])
+@pytest.mark.parametrize("device", [pytest.param("pocl", marks=pytest.mark.long), "pocl_gpu"])
 def test_windows_in_memory_at_once_are_bounded(device: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bound below one sample's windows the results stay, and no scratch is larger than the bound allows."""
     backend, builder, rng = open_device(device), GraphBuilder(), np.random.default_rng(0)

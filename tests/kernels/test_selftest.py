@@ -26,7 +26,9 @@ def test_every_operator_is_among_the_cases() -> None:
     assert set(selftest.EVERY_TIME) <= set(OPSET)
 
 
-@pytest.mark.parametrize("device", ["pocl", pytest.param("pocl_gpu", marks=pytest.mark.long), "rusticl"])
+@pytest.mark.parametrize(
+    "device", [*(pytest.param(each, marks=pytest.mark.long) for each in ("pocl", "pocl_gpu")), "rusticl"]
+)
 def test_a_right_device_passes(device: str) -> None:
     backend = open_device(device)
     assert selftest.check(backend, set(OPSET)) == len(OPSET)
