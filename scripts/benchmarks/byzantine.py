@@ -24,7 +24,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +51,7 @@ from assimilator.rules import (
 from boinc_project import database
 from boinc_project.gt_tables import gt_microtask
 from boinc_project.simulator.lies import Alie, Behaviour, Ipm, LabelFlip, Mimic, SignFlip
+from boinc_project.simulator.report import Report
 from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.common import BenchmarkFailed
@@ -76,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="rules: steps of a training (default 300)")
     parser.add_argument("--rules", default="", help="rules: only these and our default (default all)")
     parser.add_argument("--workunits", type=int, default=1000, help="pairs: accepted workunits of a run (default 1000)")
+    parser.add_argument("--processes", type=int, default=2, help="system: runs at a time (default 2)")
     parser.add_argument("--versions", type=int, default=40, help="system: model versions of a run (default 40)")
 
 
@@ -236,34 +240,45 @@ def _pairs(options: argparse.Namespace, counts: Sequence[int]) -> float:
 
 def _system(options: argparse.Namespace, f: int) -> float:
     """Points of accuracy that the worst attack costs the trained job."""
-    lost: dict[str, list[float]] = {}
-    for seed in range(options.seeds):
-        sections = {
-            "job": {"seed": seed},
-            "train": {"microtasks_per_version": N, "batches_per_microtask": 1, "max_versions": options.versions,
-                      "evaluate_every": options.versions},
-            "aggregation": {"rule": DEFAULT_RULE},
-            "trust": {"spot_check_share": 0.1, "replay_disputes": True},
-        }  # fmt: skip
-        hosts = synthetic_hosts(N, seed, flops=5e7)
-        bad = [hosts[number].name for number in np.random.default_rng([seed, f]).permutation(N)[:f]]
-        found: dict[str, float] = {}
-        for name in ("none", *SYSTEM_LIES):
-            behaviours = {host: SYSTEM_LIES[name](f) for host in bad} if name != "none" else {}
-            report = run(example("digits", 32, sections), hosts, _settings(seed), behaviours)
+    runs = [(seed, name) for seed in range(options.seeds) for name in ("none", *SYSTEM_LIES)]
+    found: dict[tuple[int, str], float] = {}
+    # Threads of PyTorch do not survive a fork.
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        seeds, names = zip(*runs, strict=True)
+        for (seed, name), report in zip(
+            runs, pool.map(partial(_attacked, options.versions, f), seeds, names), strict=True
+        ):
             if not report.last.evaluation and report.state != "failed":
                 raise BenchmarkFailed(f"{name}: the run ended at version {report.last.version} without an evaluation")
             # A job that had to stop, because its weights were not finite any more, has learned nothing.
-            found[name] = report.last.evaluation.get("accuracy", 0.1)
+            found[seed, name] = report.last.evaluation.get("accuracy", 0.1)
             print(
-                f"seed {seed}, {name}: accuracy {found[name]:.4f}, accepted bad {report.accepted_bad_rate:.3f}",
+                f"seed {seed}, {name}: accuracy {found[seed, name]:.4f}, accepted bad {report.accepted_bad_rate:.3f}",
                 flush=True,
             )
-            if name != "none":
-                lost.setdefault(name, []).append(100 * (found["none"] - found[name]))
-    means = {name: statistics.fmean(points) for name, points in lost.items()}
+    means = {
+        name: statistics.fmean(100 * (found[seed, "none"] - found[seed, name]) for seed in range(options.seeds))
+        for name in SYSTEM_LIES
+    }
     print(f"whole system, f = {f}, points lost: {', '.join(f'{name} {points:.2f}' for name, points in means.items())}")
     return max(means.values())
+
+
+def _attacked(versions: int, f: int, seed: int, name: str) -> Report:
+    """A training with f hosts that lie in this way."""
+    sections: Sections = {
+        "job": {"seed": seed},
+        "train": {"microtasks_per_version": N, "batches_per_microtask": 1, "max_versions": versions,
+                  "evaluate_every": versions},
+        "aggregation": {"rule": DEFAULT_RULE},
+        "trust": {"spot_check_share": 0.1, "replay_disputes": True},
+    }  # fmt: skip
+    hosts = synthetic_hosts(N, seed, flops=5e7)
+    bad = [hosts[number].name for number in np.random.default_rng([seed, f]).permutation(N)[:f]]
+    behaviours = {host: SYSTEM_LIES[name](f) for host in bad} if name != "none" else {}
+    with threadpool_limits(1):
+        torch.set_num_threads(1)
+        return run(example("digits", 32, sections), hosts, _settings(seed), behaviours)
 
 
 def _adaptive(options: argparse.Namespace) -> dict[str, float]:

@@ -66,7 +66,7 @@ RATES = FOLDER / "rates.json"
 TUNING_SEED, TUNING_LAG = 1000, 10
 TUNING_MARGIN = 1.15  # of the best loss, beyond which rates are given up in the second half of a run
 GRID: Mapping[str, Sequence[float]] = {
-    "inner": (0.2, 0.3), "outer": (0.06, 0.12, 0.25, 0.5, 1.0), "momentum": (0.0, 0.6, 0.8),
+    "inner": (0.2, 0.4, 0.6), "outer": (0.06, 0.12, 0.25, 0.35, 0.5, 0.7, 1.0), "momentum": (0.0, 0.3, 0.6, 0.8),
 }  # fmt: skip
 
 SYNCHRONOUS = "synchronous"
