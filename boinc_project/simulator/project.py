@@ -34,6 +34,7 @@ from boinc_project.simulator.client import read_workunit
 from boinc_project.simulator.computing import Evaluation
 from boinc_project.store import JobRow
 from validator.__main__ import Validator
+from validator.lottery import Lottery
 from work_generator.__main__ import Generator
 from work_generator.export import ExportedJob
 from work_generator.job import Job
@@ -68,9 +69,12 @@ def private_folder() -> Iterator[Path]:
 
 
 class PrivateProject:
-    """The project with its one job. Make and use it while boinc_project.clock is virtual."""
+    """The project with its one job. Make and use it while boinc_project.clock is virtual. `seed`: what audits and spot
+    checks are drawn with; the project's own key is another one each time."""
 
-    def __init__(self, folder: Path, job: Job, exported: ExportedJob, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, job: Job, exported: ExportedJob, options: Mapping[str, Any] | None = None, seed: int = 0
+    ) -> None:
         self.tree = create_project(
             folder / "project", master_url="http://127.0.0.1:9/simulated/", long_name="Simulated",
             options={**OPTIONS, **(options or {})},
@@ -96,6 +100,7 @@ class PrivateProject:
             passes, self.tree, self.db, self.appid, stopper, wait=lambda seconds: self.transition()
         )
         self.validator = Validator(passes, self.tree, self.db, self.appid, stopper, clock=clock.now, start=Evaluation)
+        self.validator.judge.draws.lottery = Lottery(f"simulated/{seed}".encode())
         self.assimilator = Assimilator(
             passes, self.tree, self.db, self.appid, stopper, Applier(self.db, self.tree),
             Evaluator(self.db, Evaluation), Anchors(self.db, Evaluation),

@@ -113,7 +113,9 @@ class Simulation:
     def prepared(self) -> Iterator[Simulation]:
         """The project made, the hosts about to come; the clock is virtual meanwhile."""
         with clock.virtual(self.events.read):
-            self.project = PrivateProject(self._folder, self._job, self._exported, self.settings.options)
+            self.project = PrivateProject(
+                self._folder, self._job, self._exported, self.settings.options, self.settings.seed
+            )
             try:
                 self.clients = [self._client(host) for host in self._hosts]
                 for client in self.clients:

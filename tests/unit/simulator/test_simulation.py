@@ -85,6 +85,14 @@ def test_the_seed_decides_everything() -> None:
     assert run(hosts=hosts, settings=dataclasses.replace(settings, seed=4)) != first
 
 
+def test_the_seed_decides_what_is_looked_at_by_the_server_too() -> None:
+    job, made = exported()
+    checked = with_settings(job, trust={"spot_check_share": 0.5})
+    liars = {host.name: SignFlip() for host in HOSTS[:3]}
+    first, second = (run((checked, made), behaviours=liars) for _ in range(2))
+    assert first == second
+
+
 def test_time_is_virtual_inside_and_real_again_afterwards() -> None:
     with simulated(*exported(), HOSTS) as simulation:
         begin = clock.now()
