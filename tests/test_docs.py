@@ -170,6 +170,17 @@ def test_command_lines_of_the_docs_are_accepted(page: str, line: str) -> None:
     assert given <= options_of(command) | {"--help", "--version"}
 
 
+def test_the_programs_name_no_command_that_is_not_there() -> None:
+    """In what they print: `boinc-train job stop` would send its reader astray."""
+    groups = {name: each for name, each in boinc_train.commands.items() if isinstance(each, click.Group)}
+    pattern = re.compile(rf"boinc-train ({'|'.join(groups)}) ([a-z-]+)")
+    packages = ("boinc_project", "apps", "work_generator", "validator", "assimilator")
+    sources = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    named = [(path.name, *match.groups()) for path in sources for match in pattern.finditer(text_of(path))]
+    assert named
+    assert [each for each in named if each[2] not in groups[each[1]].commands] == []
+
+
 def test_the_programs_of_the_docs_are_those_that_are_installed() -> None:
     scripts = re.search(r"\[project\.scripts\]\n((?:.+\n)+)", text_of(ROOT / "pyproject.toml"))
     assert scripts is not None

@@ -157,7 +157,8 @@ def show(name: str, project_dir: Path | None) -> None:
     if trusts := trust_text(found.config.trust):
         console.print(f"trust: {trusts}", highlight=False)
     if steps := found.config.class_steps:
-        console.print(f"local steps by speed class, slowest hosts first: {', '.join(map(str, steps))}", highlight=False)
+        listed = ", ".join(map(str, steps))
+        console.print(f"batches of a microtask by speed class, slowest hosts first: {listed}", highlight=False)
     newest = table("version", "loss", "held-out", "contributions", "samples", "made")
     for row in versions[-20:]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["create_time"]))

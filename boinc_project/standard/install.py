@@ -365,7 +365,7 @@ def plan_removal(project: Standard, app_name: str | None, drop_tables: bool) -> 
         if each.kind == "classes" and (waiting := _waiting_for_class(project.database, each.path)):
             stays.append(
                 f"{waiting} unsent results of {each.path} wait for size_regulator, which goes: BOINC sends them to"
-                " nobody; `boinc-train job stop` before uninstalling withdraws them"
+                " nobody; bin/cancel_jobs of BOINC withdraws them"
             )
     if last:
         stays.append(f"{record.folder / 'backups'}: the files as they were before")

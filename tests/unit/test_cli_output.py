@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from boinc_project import store
 from boinc_project.cli.jobs import trust_text
 from boinc_project.cli.main import main
-from boinc_project.gt_tables import JobState
+from boinc_project.gt_tables import JobState, gt_microtask
 from boinc_project.job_config import TrustSection
 from tests.tiny_project import TINY_JOB, TinyProject, tiny_project
 
@@ -62,6 +62,16 @@ def test_a_job_s_note_is_shown_whole(project: TinyProject, command: list[str]) -
     assert "…" not in text and max(len(line) for line in text.splitlines()) <= 80
     words = [word for line in text.splitlines() for word in line.strip("│ ").rpartition("│")[2].split()]
     assert " ".join(NOTE.split()) in " ".join(words)
+
+
+def test_a_job_with_speed_classes_is_shown_with_the_steps_of_each() -> None:
+    changes = (("local_steps = 5", "local_steps = 8\nspeed_classes = [1.0, 0.5, 0.25]"),)
+    with tiny_project("diloco.toml", changes=changes) as project:
+        project.issue()
+        text = " ".join(printed("job", "show", project.job.name, "--project", project.tree.project_dir).split())
+        assert "slowest hosts first: 2, 4, 8" in text
+        for row in project.rows(gt_microtask):
+            assert f"slot {row['slot']} (class {row['size_class']}, {row['steps']} steps): issued" in text
 
 
 @pytest.mark.parametrize(
