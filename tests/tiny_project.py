@@ -53,6 +53,9 @@ _updates: dict[str, bytes] = {}
 #: Texts of a job.toml and what to write in their place.
 Changes = tuple[tuple[str, str], ...]
 
+#: Of diloco.toml: the inner optimizer's state goes along.
+SHIPPED: Changes = (("[inner_optimizer]", '[inner_optimizer]\nstate = "shipped"'),)
+
 
 @functools.cache
 def exported(toml: str = "job.toml", changes: Changes = ()) -> tuple[Job, ExportedJob]:

@@ -259,9 +259,7 @@ class Client:
                 n_bwdown=self.host.down,
                 n_bwup=self.host.up,
             ),
-            results=tuple(
-                _reported(task) for task in finished
-            ),
+            results=tuple(map(_reported, finished)),
             other_results=frozenset(self.tasks),
             other_results_complete=True,
         )  # fmt: skip

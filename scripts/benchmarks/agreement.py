@@ -22,9 +22,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ import numpy.typing as npt
 
 from boinc_project.cli.tables import table
 from boinc_project.contract import tensorfile
-from scripts.benchmarks.common import REPOSITORY
+from scripts.benchmarks.common import REPOSITORY, fresh_processes
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -95,8 +93,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         steps, every, pretrain = (1, 4, 8), 4, 5
     with (
         tempfile.TemporaryDirectory() as folder,
-        # Threads of PyTorch and OpenCL do not survive a fork.
-        ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool,
+        fresh_processes(options.processes) as pool,
     ):
         pieces = [
             Piece(

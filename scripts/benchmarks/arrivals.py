@@ -161,7 +161,8 @@ class _Training:
     """Local steps and held-out loss of a job, in PyTorch."""
 
     def __init__(self, job: Job, exported: ExportedJob, losses: Losses, config: JobConfig) -> None:
-        self._exported, self._losses, self._config = exported, losses, config
+        assert config.inner_optimizer is not None
+        self._exported, self._losses, self._max_norm = exported, losses, config.inner_optimizer.max_norm
         self._names = {theirs: ours for theirs, ours in exported.state_dict.items() if ours.startswith("parameter/")}
         assert len(self._names) == len(exported.state), "a model with buffers or tied weights cannot be replayed"
         (self._train,), (self._test,) = job.data["train"].values(), job.data["test"].values()
@@ -193,14 +194,13 @@ class _Training:
         column = {name: (-1,) + (1,) * (tensor.dim() - 1) for name, tensor in first.items()}
         rate, momentum = torch.tensor(rates), torch.tensor(momenta)
         places = [self._rows(run.config, base, slot) for run in runs for base, slot in round]
-        most = self._config.inner_optimizer.max_norm if self._config.inner_optimizer else 0.0
         for step in range(self.steps):
             rows = torch.from_numpy(np.stack([each[step] for each in places]))
             leaves = [tensor.requires_grad_() for tensor in now.values()]
             gradients = torch.autograd.grad(self._losses(now, self._train[rows]).sum(), leaves)
             with torch.no_grad():
-                if most:
-                    gradients = clipped(gradients, most)
+                if self._max_norm:
+                    gradients = clipped(gradients, self._max_norm)
                 for (name, tensor), gradient in zip(now.items(), gradients, strict=True):
                     speed[name].mul_(momentum.view(column[name])).add_(gradient)
                     tensor.sub_(rate.view(column[name]) * speed[name])

@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +52,7 @@ from boinc_project.simulator.lies import Alie, Behaviour, Ipm, LabelFlip, Mimic,
 from boinc_project.simulator.report import Report
 from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
-from scripts.benchmarks.common import BenchmarkFailed
+from scripts.benchmarks.common import BenchmarkFailed, fresh_processes
 from scripts.benchmarks.digits_workers import ATTACKS, Aggregate, Array, Digits, N, Training, accuracy
 from scripts.benchmarks.peers import peer
 from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, Sections, example, plot_path, run
@@ -242,12 +240,9 @@ def _system(options: argparse.Namespace, f: int) -> float:
     """Points of accuracy that the worst attack costs the trained job."""
     runs = [(seed, name) for seed in range(options.seeds) for name in ("none", *SYSTEM_LIES)]
     found: dict[tuple[int, str], float] = {}
-    # Threads of PyTorch do not survive a fork.
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        seeds, names = zip(*runs, strict=True)
-        for (seed, name), report in zip(
-            runs, pool.map(partial(_attacked, options.versions, f), seeds, names), strict=True
-        ):
+    with fresh_processes(options.processes) as pool:
+        reports = pool.map(partial(_attacked, options.versions, f), *zip(*runs, strict=True))
+        for (seed, name), report in zip(runs, reports, strict=True):
             if not report.last.evaluation and report.state != "failed":
                 raise BenchmarkFailed(f"{name}: the run ended at version {report.last.version} without an evaluation")
             # A job that had to stop, because its weights were not finite any more, has learned nothing.

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -88,6 +90,11 @@ def commit_latency(folder: Path, repeats: int = 50) -> float:
             os.fsync(stream.fileno())
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def fresh_processes(count: int) -> ProcessPoolExecutor:
+    """A pool whose processes are started anew: threads of PyTorch and OpenCL do not survive a fork."""
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
 
 def run_process(command: Sequence[str], request: bytes) -> bytes:

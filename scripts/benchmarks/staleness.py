@@ -36,11 +36,9 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +51,7 @@ from boinc_project.simulator.report import report_of
 from boinc_project.simulator.simulation import Settings, simulated
 from boinc_project.simulator.synthetic import synthetic_hosts
 from scripts.benchmarks.arrivals import Arrivals, recorded, replay
-from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed
+from scripts.benchmarks.common import REPOSITORY, BenchmarkFailed, fresh_processes
 from scripts.benchmarks.next_character.characters import losses
 from scripts.benchmarks.simulations import plot_path
 from work_generator.export import ExportedJob, export_job
@@ -167,8 +165,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             return bench.tune(options.tune or list(POLICIES))
     stored = _stored()
     print(f"rates: { ({name: stored[name] for name in POLICIES}) }", flush=True)
-    # Threads of PyTorch do not survive a fork.
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+    with fresh_processes(options.processes) as pool:
         return told(list(pool.map(partial(_of_seed, options), range(options.seeds))), options.target)
 
 

@@ -26,13 +26,12 @@ from boinc_project.inner_state import bounded, largest_ratio, objection
 from boinc_project.job_config import InnerOptimizerSection, JobError, load_config
 from boinc_project.job_folder import file_sha256, sha256, state_bytes
 from boinc_project.states import ValidateState
-from tests.tiny_project import TINY_JOB, TinyProject, exported, tiny_project
+from tests.tiny_project import SHIPPED, TINY_JOB, TinyProject, exported, tiny_project
 from tests.unit.assimilator.test_policies import contribution, round_of
 from validator.agreement import distance
 from validator.sanity import check_inner_state
 from work_generator.publish import first_state
 
-SHIPPED = (("[inner_optimizer]", '[inner_optimizer]\nstate = "shipped"'),)
 PLAIN = InnerOptimizerSection(lr=0.1)
 
 

@@ -336,12 +336,13 @@ def test_a_bad_or_differing_result_ends_the_trust_of_any_host_for_longer_each_ti
         needed = TRUSTED_AFTER * 2**count
         assert is_trusted(record(good=1000, consecutive_valid=needed, **{word: count}), NOW)
         assert not is_trusted(record(good=1000, consecutive_valid=needed - 1, **{word: count}), NOW)
-    old = record(good=9000, consecutive_valid=TRUSTED_AFTER, judge_time=NOW - 40 * HALF_LIFE_S, **{word: 1e6})
-    assert not is_trusted({**old, "judge_time": NOW}, NOW)
+    assert not is_trusted(record(good=9e6, consecutive_valid=10**6, **{word: 1e5}), NOW)
+    half = record(good=1000, judge_time=NOW - HALF_LIFE_S, **{word: 2})
+    assert is_trusted({**half, "consecutive_valid": 2 * TRUSTED_AFTER}, NOW)
+    assert not is_trusted({**half, "consecutive_valid": 2 * TRUSTED_AFTER - 1}, NOW)
 
 
 def test_who_has_no_record_or_little_is_not_trusted_and_what_differed_costs_no_vote() -> None:
-    assert not is_trusted(None, NOW)
     assert not is_distrusted(record(unlike=50), NOW)
     assert not is_trusted(record(good=20, consecutive_valid=20), NOW)
     assert not is_trusted(None, NOW)
