@@ -330,14 +330,18 @@ class Validator:
         return sorted(changed)
 
     def _name_unchecked(self, verdict: Verdict) -> None:
-        """Name what was accepted alone from hosts that have just returned something else than their task."""
+        """Name what was accepted alone from hosts that have just returned something else than their task, or something
+        that differs from what others computed."""
         for row in verdict.caught():
             with self.database.read() as connection:
-                names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
-            if names or verdict.decision.results[int(row["id"])].refuted:
-                log.critical(
-                    "[HOST#%d] returned something else than the task; accepted from it without a second copy: %s",
+                names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind, most=traces.NAMED)
+            change = verdict.decision.results[int(row["id"])]
+            if names or change.refuted:
+                log.log(
+                    logging.WARNING if change.differs else logging.CRITICAL,
+                    "[HOST#%d] returned %s; accepted from it without a second copy: %s",
                     row["hostid"],
+                    "what differs from others' copies" if change.differs else "something else than the task",
                     ", ".join(names) or "nothing",
                 )
             if names:

@@ -86,12 +86,12 @@ class Verdict:
     unmarked: Unmarked | None = None
 
     def caught(self) -> list[store.Row]:
-        """The results in which this verdict finds that their hosts returned something else than the task: readable,
-        and neither within the tolerance nor as close as unlike hardware comes."""
+        """The readable results that this verdict finds beyond the tolerance. Those as near as unlike hardware comes are
+        among them: a small lie is told from rounding by nothing but what else its host has sent."""
         found = []
         for row in self.case.results:
             change = self.decision.results.get(int(row["id"]))
-            if change is None or change.validate_state == row["validate_state"] or change.differs:
+            if change is None or change.validate_state == row["validate_state"]:
                 continue
             if change.validate_state == ValidateState.INVALID and int(row["id"]) in self.digests:
                 found.append(row)

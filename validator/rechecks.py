@@ -1,11 +1,14 @@
 """Looks again at what a host had accepted alone, once one of its results was found bad (field case of many projects: a
 host behaves until it is trusted, and then lies now and then).
 
-    queue     with the bad verdict: its newest results that nobody has confirmed, MOST of them (gt_recheck)
+    queue     with the bad or differing verdict, and with each result that then turns out not to be within the
+              tolerance: its newest results that nobody has confirmed, until MOST of them wait (gt_recheck). So looking
+              goes on until MOST in a row are right
     Rechecks  the server computes these microtasks itself, when no spot check and no dispute waits, and compares their
               fingerprints with those of what was accepted
-    settle    right: confirmed from now on. Wrong and not yet part of a version: left out, and the slot is issued again.
-              Wrong and applied: nothing is taken back, the log and `boinc-train status` name the version to go back to.
+    settle    right: confirmed from now on. Not within the tolerance and not yet part of a version: left out, and the
+              slot is issued again. Wrong and applied: nothing is taken back, the log and `boinc-train status` name the
+              version to go back to. Near and applied: so little that it is only told.
 
 The files of those results may be gone, the fingerprints are kept; so what is compared is estimated, with the limits
 that late copies have (validator/decision.py). Credit stays granted. Every queue is bounded, and so is the work.
@@ -44,17 +47,21 @@ from validator.decision import HONEST_DISTANCE
 from validator.fingerprint import estimate, fingerprints, layout_of, read
 from validator.replays import Replays
 
-MOST = 50  # results of a host that are computed again after one bad verdict, the newest first
+MOST = 50  # results of a host that wait to be computed again, the newest first
 _LOOKED_AT = 100  # waiting rows, of which other instances of the daemon take some
+
+_LEVELS = {RecheckState.WRONG: logging.CRITICAL, RecheckState.NEAR: logging.WARNING}
 
 log = logging.getLogger("validator")
 
 
 def queue(connection: Connection, host_id: int, kind: str, now: float) -> list[str]:
     """Have the host's unconfirmed results of this kind computed again; returns their workunits, newest first."""
-    names = traces.accepted_alone(connection, host_id, kind)[:MOST]
-    known = set(connection.scalars(sa.select(gt_recheck.c.workunit_name).where(gt_recheck.c.workunit_name.in_(names))))
-    wanted = [name for name in names if name not in known]
+    mine = (gt_recheck.c.host_id == host_id) & (gt_recheck.c.kind == kind)
+    waits = mine & (gt_recheck.c.state == str(RecheckState.WAITING))
+    room = MOST - int(connection.scalar(sa.select(sa.func.count()).select_from(gt_recheck).where(waits)) or 0)
+    known = set(connection.scalars(sa.select(gt_recheck.c.workunit_name).where(mine)))
+    wanted = [name for name in traces.accepted_alone(connection, host_id, kind) if name not in known][: max(0, room)]
     if wanted:
         waiting = {"host_id": host_id, "kind": kind, "create_time": now, "state": str(RecheckState.WAITING)}
         connection.execute(gt_recheck.insert(), [{"workunit_name": name, **waiting} for name in wanted])
@@ -133,7 +140,7 @@ class Rechecks:
         state = judgement(distance, case.job.config.workunit.tolerance)
         now = self.clock()
         line = self.database.repeated(lambda connection: settle(connection, row, case, state, distance, now))
-        log.log(logging.CRITICAL if state == RecheckState.WRONG else logging.INFO, "%s", line)
+        log.log(_LEVELS.get(state, logging.INFO), "%s", line)
 
 
 def judgement(distance: float | None, tolerance: float) -> RecheckState:
@@ -156,24 +163,29 @@ def settle(
     connection.execute(sa.update(gt_recheck).where(found).values(values))
     if state == RecheckState.LOST:
         return f"{shown} cannot be computed again"
-    if state == RecheckState.NEAR:
-        return f"{shown} is {distance:.2g} from the server's own computation: hardware differs"
     if state == RecheckState.RIGHT:
         alone = (gt_fingerprint.c.workunit_name == case.name) & (gt_fingerprint.c.verdict == str(Judgement.ALONE))
         connection.execute(sa.update(gt_fingerprint).where(alone).values(verdict=str(Judgement.CANONICAL)))
         return f"{shown} is right"
-    host = (gt_trust.c.host_id == row["host_id"]) & (gt_trust.c.kind == row["kind"])
-    connection.execute(sa.update(gt_trust).where(host).values(good=0.0, failed_check=now, consecutive_valid=0))
-    wrong = f"{shown} is wrong (it is {distance:.2g} from the server's own computation)"
+    queue(connection, int(row["host_id"]), str(row["kind"]), now)
+    apart = f"{distance:.2g} from the server's own computation"
+    if state == RecheckState.NEAR:  # its host has lost what trust it had with the verdict that asked for this
+        wrong = f"{shown} differs: it is {apart}"
+    else:
+        host = (gt_trust.c.host_id == row["host_id"]) & (gt_trust.c.kind == row["kind"])
+        connection.execute(sa.update(gt_trust).where(host).values(good=0.0, failed_check=now, consecutive_valid=0))
+        wrong = f"{shown} is wrong (it is {apart})"
     entry = connection.execute(sa.select(gt_ledger).where(gt_ledger.c.workunit_name == case.name)).mappings().first()
     if entry is not None and entry["disposition"] in (str(Disposition.COMMITTED), str(Disposition.APPLIED)):
         version = _version_with(connection, entry)
+        if state == RecheckState.NEAR:
+            return f"{wrong}, and is part of version {version} of job {case.job.name}"
         advice = f"boinc-train job rollback {case.job.name} {version - 1}"
         return f"{wrong} and is part of version {version} of job {case.job.name}; {advice} takes that back"
     if entry is None or entry["disposition"] == str(Disposition.PENDING):
         # Intake drops what was withdrawn, and the generator issues the slot again.
         store.set_disposition(connection, [case.name], Disposition.DROPPED)
-        withdrawn = {"state": str(MicrotaskState.CANCELLED), "note": "found wrong when it was computed again"}
+        withdrawn = {"state": str(MicrotaskState.CANCELLED), "note": "found otherwise when it was computed again"}
         mine = gt_microtask.c.workunit_name == case.name
         living = gt_microtask.c.state.in_([str(MicrotaskState.ISSUED), str(MicrotaskState.FOLDED)])
         connection.execute(sa.update(gt_microtask).where(mine, living).values(withdrawn))

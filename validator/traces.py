@@ -63,13 +63,13 @@ def latest(connection: Connection, kind: str, steps: int, fragment: tuple[int, i
     return [bytes(marks) for marks in connection.scalars(query.order_by(table.judge_time.desc()).limit(count))]
 
 
-def accepted_alone(connection: Connection, host_id: int, kind: str) -> list[str]:
-    """Workunits whose only copy was this host's, the newest first."""
+def accepted_alone(connection: Connection, host_id: int, kind: str, most: int | None = None) -> list[str]:
+    """Workunits whose only copy was this host's, the newest first; `most`: of these."""
     table = gt_fingerprint.c
     query = sa.select(table.workunit_name).where(
         table.host_id == host_id, table.kind == kind, table.verdict == str(Judgement.ALONE)
     )
-    return [str(name) for name in connection.scalars(query.order_by(table.judge_time.desc()).limit(NAMED))]
+    return [str(name) for name in connection.scalars(query.order_by(table.judge_time.desc()).limit(most))]
 
 
 def drop_old(connection: Connection, now: float) -> int:

@@ -22,7 +22,7 @@ from boinc_project.database import Database, app, host, result
 from boinc_project.gt_tables import Disposition, gt_job, gt_ledger, gt_recheck, gt_trust, gt_version
 from boinc_project.states import Outcome, ServerState, ValidateState
 from validator.rechecks import summary
-from validator.traces import accepted_alone
+from validator.traces import NAMED, accepted_alone
 
 DAEMON_LATE_S = 60.0
 HOSTS_SHOWN = 20
@@ -232,7 +232,7 @@ def refutation(connection: sa.Connection, row: store.Row) -> str:
     again = str(summary(connection, int(row["host_id"]), str(row["kind"])))
     if not row["failed_check"]:
         return f"failed an audit; {again}" if again else ""
-    names = accepted_alone(connection, int(row["host_id"]), str(row["kind"]))
+    names = accepted_alone(connection, int(row["host_id"]), str(row["kind"]), most=NAMED)
     unchecked = f"; accepted without a second copy before: {', '.join(names)}" if names else ""
     return f"refuted {ago(float(row['failed_check']))}{unchecked}" + (f"; {again}" if again else "")
 

@@ -23,6 +23,7 @@ from boinc_project.gt_tables import (
     gt_recheck,
     gt_trust,
 )
+from boinc_project.reliability import is_trusted
 from boinc_project.simulator.computing import Evaluation
 from tests.tiny_project import TinyProject, tiny_project
 from tests.trusting import judged, kind_of, trusted, unsent, with_trust
@@ -162,6 +163,18 @@ def test_the_queue_is_bounded_and_begins_with_the_newest(project: TinyProject, m
     assert states(project) == {names[-1]: "right"}
 
 
+def test_looking_goes_on_while_results_turn_out_wrong(project: TinyProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rechecks, "MOST", 1)
+    names = []
+    for change in (None, lambda a: 3 * a):
+        believed(project)
+        names += [accepted(project, result, change) for result in project.issue()]
+        project.assimilator().one_pass()
+    believed(project)
+    caught(project, project.issue()[0])
+    assert states(project) == {names[3]: "wrong", names[2]: "wrong", names[1]: "right"}, "and then no further"
+
+
 def test_what_waits_when_the_daemon_ends_is_computed_by_the_next_one(project: TinyProject) -> None:
     believed(project)
     names = [accepted(project, result) for result in project.issue()]
@@ -216,3 +229,42 @@ def test_a_purged_workunit_is_looked_at_all_the_same(project: TinyProject) -> No
 )
 def test_what_a_distance_says(distance: float | None, state: RecheckState) -> None:
     assert judgement(distance, 1e-4) == state
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.9, 0.97, 1.02])
+@pytest.mark.usefixtures("each_database")
+def test_a_failed_audit_has_what_was_accepted_before_looked_at_however_small_the_lie(
+    project: TinyProject, factor: float
+) -> None:
+    believed(project)
+    first, second = project.issue()
+    name = accepted(project, first, lambda a: factor * a)
+    with_trust(project, audit_floor=1.0)
+    project.answer(second, project.changed_update(project.unit_of(second), lambda a: factor * a), user=1)
+    judged(project)
+    for user in (2, 3):
+        (more,) = unsent(project, second["workunitid"])
+        project.answer(more, user=user)
+        judged(project)
+    assert states(project) == {name: "wrong" if abs(factor - 1) > HONEST_DISTANCE else "near"}
+    (record,) = project.rows(gt_trust, host_id=1)
+    assert not is_trusted(record, time.time()), "the first failed audit ends it"
+    project.assimilator().one_pass()
+    (entry,) = project.rows(gt_ledger, workunit_name=name)
+    assert entry["disposition"] == "dropped"
+    project.generator().one_pass()
+    assert [r["state"] for r in project.rows(gt_microtask, slot=0)] == [MicrotaskState.CANCELLED, MicrotaskState.ISSUED]
+
+
+def test_what_differs_a_little_and_is_part_of_a_version_is_told_and_nothing_is_advised(
+    project: TinyProject, caplog: pytest.LogCaptureFixture
+) -> None:
+    believed(project)
+    for result in project.issue():
+        accepted(project, result, lambda a: 1.02 * a)
+    project.assimilator().one_pass()
+    believed(project)
+    caught(project, project.issue()[0])
+    lines = [record.message for record in caplog.records if "differs: it is" in record.message]
+    assert len(lines) == 2 and all("and is part of version 1 of job tiny" in line for line in lines)
+    assert "rollback" not in "".join(shown(project))
