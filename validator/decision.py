@@ -83,13 +83,18 @@ def needed(workunit: Row, results: Sequence[Row]) -> list[int]:
     viable = [row for row in results if is_viable(row)]
     if workunit["canonical_resultid"]:
         fresh = [int(row["id"]) for row in viable if is_open(row)]
-        return [*fresh, *_canonical_id(workunit, results)] if fresh else []
+        return [*fresh, *settled(workunit, results)] if fresh else []
     return [int(row["id"]) for row in viable] if len(viable) >= workunit["min_quorum"] else []
 
 
-def _canonical_id(workunit: Row, results: Sequence[Row]) -> list[int]:
-    """The canonical result's id, unless its row is gone."""
-    return [int(row["id"]) for row in results if row["id"] == workunit["canonical_resultid"]]
+def settled(workunit: Row, results: Sequence[Row]) -> list[int]:
+    """Ids of the canonical result, unless its row is gone, and of those that were found valid beside it."""
+    canonical = workunit["canonical_resultid"]
+    return [
+        int(row["id"])
+        for row in results
+        if row["id"] == canonical or (is_viable(row) and row["validate_state"] == ValidateState.VALID)
+    ]
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ class Evidence:
     distances  of each pair of good copies, keyed by (smaller id, larger id)
     tolerance  the largest distance of copies that agree
     voters     who made a result, by its id; copies of one voter are one vote
-    estimates  of good copies whose canonical file is gone: the distance that the two fingerprints tell
+    estimates  of good copies whose canonical file is gone: the distance that its fingerprint tells, or that of another
+               valid copy if that one is nearer
     established  ids of the copies whose makers may carry a quorum; None: all
     not_alone  of a workunit for which one copy may be enough: why this one is not, by id, or ''; None: no such workunit
     check      why the server must compute this microtask itself before a result is canonical; '': it need not
@@ -124,10 +130,16 @@ class Evidence:
     disputes: bool = False
     replayed: Mapping[int, float] | None = None
 
-    def compared(self, identifier: int, canonical: int) -> ResultChange:
-        """The verdict over a readable copy beside the canonical result."""
-        apart = self.distances[min(identifier, canonical), max(identifier, canonical)]
-        reason = f"distance {apart:.2g} to the canonical result"
+    def compared(self, identifier: int, canonical: int, valid: Sequence[int] = ()) -> ResultChange:
+        """The verdict over a readable copy beside the canonical result, or beside the nearest of those that are valid.
+
+        In a chain A~B~C each of the three may become the canonical one, as they come in. So that nobody loses by
+        that, a late copy is valid too that is within the tolerance of another valid one: all it earns is credit.
+        """
+        beside = {canonical, *valid}
+        apart, nearest = min((self.distances[min(identifier, i), max(identifier, i)], i) for i in beside)
+        name = "the canonical result" if nearest == canonical else f"[RESULT#{nearest}], which is valid"
+        reason = f"distance {apart:.2g} to {name}"
         if apart <= self.tolerance:
             return ResultChange(ValidateState.VALID, reason=reason)
         return ResultChange(ValidateState.INVALID, reason=reason, differs=apart <= HONEST_DISTANCE)
@@ -164,8 +176,10 @@ def _late_results(evidence: Evidence) -> Decision:
     if not fresh:
         return Decision(workunit={"need_validate": 0})
     of_canonical = sanity.get(canonical, (Sanity.INVALID, "its row is gone"))
-    if of_canonical[0] == Sanity.TRANSIENT:
-        return Decision(retry=True, note=of_canonical[1])
+    away = [sanity[i][1] for i in settled(workunit, results) if sanity[i][0] == Sanity.TRANSIENT]
+    if away:
+        return Decision(retry=True, note=away[0])
+    readable = [i for i in settled(workunit, results) if sanity[i][0] == Sanity.GOOD]
     changes: dict[int, ResultChange] = {}
     for identifier in fresh:
         kind, reason = sanity[identifier]
@@ -176,7 +190,7 @@ def _late_results(evidence: Evidence) -> Decision:
         elif of_canonical[0] == Sanity.INVALID:
             changes[identifier] = evidence.estimated(identifier)
         else:
-            changes[identifier] = evidence.compared(identifier, canonical)
+            changes[identifier] = evidence.compared(identifier, canonical, readable)
     return Decision(changes, workunit={"need_validate": 0, "transition_time": SOON})
 
 

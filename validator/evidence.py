@@ -186,14 +186,22 @@ class Judge:
         return kept[1]
 
     def _estimates(self, case: Case, reading: Reading, layout: Layout) -> dict[int, float]:
-        """Distances of late copies to a canonical result whose file is gone, as far as its fingerprint is there."""
+        """Distances of late copies to a canonical result whose file is gone, or to the nearest of the copies that were
+        valid with it, as far as their fingerprints are there."""
         canonical = int(case.unit["canonical_resultid"])
         if not canonical or reading.sanity.get(canonical, (Sanity.INVALID, ""))[0] != Sanity.INVALID:
             return {}
         with self.database.read() as connection:
-            kept = read(traces.of_canonical(connection, case.name, canonical), layout)
+            blobs = traces.of_valid(connection, case.name)
+        if canonical not in blobs:
+            return {}
+        kept = [marks for blob in blobs.values() if (marks := read(blob, layout)) is not None]
         mine = {identifier: read(blob, layout) for identifier, blob in reading.marks.items()}
-        return {i: estimate(kept, each, layout) for i, each in mine.items() if kept is not None and each is not None}
+        return {
+            i: min(estimate(other, each, layout) for other in kept)
+            for i, each in mine.items()
+            if kept and each is not None and i not in blobs
+        }
 
     # Copied work.
 

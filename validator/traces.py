@@ -28,14 +28,13 @@ def write(connection: Connection, rows: Sequence[Row]) -> None:
         connection.execute(_INSERT, list(rows))
 
 
-def of_canonical(connection: Connection, workunit_name: str, result_id: int) -> bytes:
-    """The fingerprint of a workunit's canonical result; b'' if there is none."""
-    query = sa.select(gt_fingerprint.c.marks).where(
-        gt_fingerprint.c.workunit_name == workunit_name,
-        gt_fingerprint.c.result_id == result_id,
-        gt_fingerprint.c.verdict.in_([str(Judgement.CANONICAL), str(Judgement.ALONE)]),
+def of_valid(connection: Connection, workunit_name: str) -> dict[int, bytes]:
+    """The fingerprints of a workunit's canonical result and of those that were found valid with it, by their ids."""
+    valid = [str(word) for word in (Judgement.CANONICAL, Judgement.ALONE, Judgement.VALID)]
+    query = sa.select(gt_fingerprint.c.result_id, gt_fingerprint.c.marks).where(
+        gt_fingerprint.c.workunit_name == workunit_name, gt_fingerprint.c.verdict.in_(valid)
     )
-    return bytes(connection.scalar(query) or b"")
+    return {int(identifier): bytes(marks) for identifier, marks in connection.execute(query)}
 
 
 def recent(connection: Connection, host_id: int) -> list[tuple[str, str, bytes]]:

@@ -172,6 +172,34 @@ def test_a_late_copy_is_judged_against_the_canonical_one() -> None:
     assert found.canonical is None and not found.retire_unsent
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
+@pytest.mark.parametrize("values", [(0.0, 0.9, 1.8), (1.8, 0.9, 0.0), (0.9, 0.0, 1.8), (0.0, 0.5, 0.9)])
+def test_in_a_chain_everybody_is_valid_in_whatever_order_the_copies_come_in(
+    order: tuple[int, ...], values: tuple[float, ...]
+) -> None:
+    known, unit, states = dict(enumerate(values, 1)), {"target_nresults": 3}, dict[int, ValidateState]()
+    for identifier in order:
+        states[identifier] = ValidateState.INIT
+        found = run([row(i, state) for i, state in sorted(states.items())], known, **unit)
+        unit |= {"canonical_resultid": found.canonical} if found.canonical else {}
+        states.update({i: change.validate_state for i, change in found.results.items()})
+    assert unit["canonical_resultid"] and set(states.values()) == {ValidateState.VALID}
+
+
+def test_a_late_copy_that_is_near_another_valid_one_says_so_and_is_no_excuse_beyond() -> None:
+    results = [row(1, ValidateState.VALID), row(2, ValidateState.VALID), row(3), row(4)]
+    found = run(results, {2: 0.9, 3: 1.8, 4: 2.0}, **CANONICAL)
+    assert found.results[3].validate_state == ValidateState.VALID
+    assert "[RESULT#2], which is valid" in found.results[3].reason
+    assert found.results[4].validate_state == ValidateState.INVALID, "3 is not valid yet"
+
+
+@pytest.mark.parametrize("away", [1, 2])
+def test_late_copies_wait_while_a_valid_one_cannot_be_read(away: int) -> None:
+    results = [row(1, ValidateState.VALID), row(2, ValidateState.VALID), row(3)]
+    assert run(results, sanity={away: TRANSIENT}, **CANONICAL) == Decision(retry=True, note="disk away")
+
+
 def test_a_late_copy_with_a_bad_file_is_an_error() -> None:
     found = run([row(1, ValidateState.VALID), row(3)], sanity={3: INVALID}, **CANONICAL)
     assert found.results == {3: ResultChange(ValidateState.INVALID, Outcome.VALIDATE_ERROR, INVALID[1])}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from boinc_project import credit, database
+from boinc_project.contract.update import read_update, update_types
 from boinc_project.daemon import Options
 from boinc_project.gt_tables import gt_fingerprint, gt_microtask
 from boinc_project.states import AssimilateState, FileDeleteState, Outcome, ServerState, ValidateState
@@ -19,6 +20,7 @@ from tests.databases import REPEATED
 from tests.tiny_project import TinyProject, tiny_project
 from validator import books, evidence
 from validator.__main__ import Rules, Validator
+from validator.agreement import distance
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -49,6 +51,39 @@ def states(project: TinyProject, unit: int) -> list[tuple[int, int]]:
     """(outcome, validate_state) of the workunit's results that are over."""
     rows = project.rows(database.result, workunitid=unit, server_state=int(ServerState.OVER))
     return [(row["outcome"], row["validate_state"]) for row in rows]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_chain_of_copies_that_come_one_by_one_has_one_verdict_in_all_orders(
+    project: TinyProject, order: tuple[int, ...], gone: bool
+) -> None:
+    """O27: A~B~C, and A is farther than the tolerance from C. `gone`: the files of those that were judged are deleted."""
+    unit = project.issue()[0]["workunitid"]
+    project.change(database.workunit, unit, target_nresults=3, transition_time=0)
+    project.transitioner.run_once()
+    copies, row = project.rows(database.result, workunitid=unit), unit_row(project, unit)
+    tolerance = project.job.config.workunit.tolerance
+    step = 0.9 * tolerance * 1e-3 / apart(project, row, 1e-3)
+    for number in order:
+        project.answer(copies[number], project.changed_update(row, lambda a, n=number: a * (1 + n * step)))
+        judge(project)
+        if gone and unit_row(project, unit)["canonical_resultid"]:
+            for copy in project.rows(database.result, workunitid=unit, validate_state=int(VALID)):
+                project.upload_path(copy).unlink(missing_ok=True)
+    assert unit_row(project, unit)["canonical_resultid"]
+    assert states(project, unit) == [(Outcome.SUCCESS, VALID)] * 3
+
+
+def apart(project: TinyProject, unit: dict[str, Any], change: float) -> float:
+    """How far the honest update is from itself times 1 + change."""
+    microtask = project.microtask_of(unit["name"])
+    types = update_types(project.job.folder.gradient_graph, microtask.mode, microtask.steps)
+    honest, changed = (
+        read_update(data, types, microtask.codec, microtask.digest()).tensors
+        for data in (project.honest_update(unit), project.changed_update(unit, lambda a: a * (1 + change)))
+    )
+    return distance(honest, changed)
 
 
 def unit_row(project: TinyProject, unit: int) -> dict[str, Any]:
