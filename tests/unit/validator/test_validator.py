@@ -58,7 +58,7 @@ def states(project: TinyProject, unit: int) -> list[tuple[int, int]]:
 def test_a_chain_of_copies_that_come_one_by_one_has_one_verdict_in_all_orders(
     project: TinyProject, order: tuple[int, ...], gone: bool
 ) -> None:
-    """O27: A~B~C, and A is farther than the tolerance from C. `gone`: the files of those that were judged are deleted."""
+    """O27: A~B~C, and A is farther than the tolerance from C. `gone`: the files of what was judged are deleted."""
     unit = project.issue()[0]["workunitid"]
     project.change(database.workunit, unit, target_nresults=3, transition_time=0)
     project.transitioner.run_once()
