@@ -114,6 +114,7 @@ class Evidence:
                the microtask (one that disagrees is invalid anyway, and must not cost the server's time)
     disputes   whether the server computes what the copies do not agree on
     replayed   distances of the good copies to what the server computed; None: it has not, or could not
+    hopeless   whether the server has tried to compute it, and could not
     """
 
     workunit: Row
@@ -129,6 +130,7 @@ class Evidence:
     copied: Set[int] = frozenset()
     disputes: bool = False
     replayed: Mapping[int, float] | None = None
+    hopeless: bool = False
 
     def compared(self, identifier: int, canonical: int, valid: Sequence[int] = ()) -> ResultChange:
         """The verdict over a readable copy beside the canonical result, or beside the nearest of those that are valid.

@@ -1,4 +1,5 @@
-"""Evidence beside agreement, for jobs that want it ([trust] of job.toml): the norm bound and the loss probe.
+"""Evidence beside agreement: that an update depends on the data at all; and for jobs that want it ([trust] of
+job.toml) the norm bound and the loss probe.
 
 Doubts.considered(...)   a decision that names a canonical result -> the same, or one that leaves it open
 write(...)               what was measured of the updates that became canonical
@@ -17,7 +18,7 @@ from boinc_project.contract.codecs import Array
 from boinc_project.database import Database
 from boinc_project.gt_tables import gt_accepted, gt_microtask
 from boinc_project.store import Row
-from validator import loss_probe, norm_bound
+from validator import degenerate, loss_probe, norm_bound
 from validator.case import Case
 from validator.decision import Decision, Evidence, doubted
 from validator.prober import NotYet, Prober
@@ -42,7 +43,11 @@ class Doubts:
     ) -> tuple[Decision, Row | None]:
         """The decision, and the row of gt_accepted to write with it. Raises NotYet while the update is being tried."""
         wanted = case.job.config.trust
-        if decision.canonical is None or not (wanted.norm_bound or wanted.loss_probe):
+        if decision.canonical is None:
+            return decision, None
+        if evidence.replayed is None and (why := degenerate.objection(tensors[decision.canonical])):
+            return doubted(evidence, decision, why) if evidence.hopeless else Decision(replay=why), None
+        if not (wanted.norm_bound or wanted.loss_probe):
             return decision, None
         update, version = tensors[decision.canonical], int(case.task["version"])
         with self._database.read() as connection:

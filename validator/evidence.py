@@ -142,8 +142,10 @@ class Judge:
         """What the server computes, or has computed, of this microtask itself: fields of Evidence."""
         trust = case.job.config.trust
         done, tensors = self.replays.of(case.name)
-        if case.unit["canonical_resultid"] or (done and tensors is None):
+        if case.unit["canonical_resultid"]:
             return {}
+        if done and tensors is None:
+            return {"hopeless": True}
         if tensors is not None:
             return {"replayed": {i: distance(tensors, mine) for i, mine in reading.tensors.items()}}
         check = ""
