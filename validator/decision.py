@@ -107,6 +107,7 @@ class Evidence:
     voters     who made a result, by its id; copies of one voter are one vote
     estimates  of good copies whose canonical file is gone: the distance that its fingerprint tells, or that of another
                valid copy if that one is nearer
+    reasons    why copies are no votes of their own, by id (validator/voters.py)
     established  ids of the copies whose makers may carry a quorum; None: all
     not_alone  of a workunit for which one copy may be enough: why this one is not, by id, or ''; None: no such workunit
     check      why the server must compute this microtask itself before a result is canonical; '': it need not
@@ -124,6 +125,7 @@ class Evidence:
     tolerance: float
     voters: Mapping[int, Hashable]
     estimates: Mapping[int, float] = field(default_factory=dict)
+    reasons: Mapping[int, str] = field(default_factory=dict)
     established: Set[int] | None = None
     not_alone: Mapping[int, str] | None = None
     check: str = ""
@@ -234,7 +236,7 @@ def _quorum(evidence: Evidence) -> Decision:
         return _found(verdict.canonical, changes)
     if evidence.disputes and copies and (reason := _beyond_agreement(evidence, len(copies), verdict)):
         return Decision(replay=reason)
-    return _no_consensus(workunit, ids, changes, raised, why)
+    return _no_consensus(evidence, ids, changes, raised, why)
 
 
 def _found(canonical: int, changes: Mapping[int, ResultChange]) -> Decision:
@@ -307,9 +309,10 @@ def _by_replay(evidence: Evidence, ids: Sequence[int], changes: dict[int, Result
 
 
 def _no_consensus(
-    workunit: Row, undecided: Sequence[int], changes: dict[int, ResultChange], quorum: int, why: str
+    evidence: Evidence, undecided: Sequence[int], changes: dict[int, ResultChange], quorum: int, why: str
 ) -> Decision:
     """More copies must tell: ask for one more, unless there have been too many successes already."""
+    workunit = evidence.workunit
     fields: dict[str, Any] = {"need_validate": 0}
     good = len(undecided)
     for identifier in undecided:
@@ -327,6 +330,7 @@ def _no_consensus(
         wanted = int(fields["target_nresults"] if "target_nresults" in fields else workunit["target_nresults"])
         fields["target_nresults"] = max(quorum, wanted)
     note = f"a second copy is needed: {why}" if why else f"no agreement among {good} copies"
+    note = "; ".join([note, *(evidence.reasons[i] for i in undecided if i in evidence.reasons)])
     return Decision(changes, workunit=fields, note=note)
 
 
@@ -342,7 +346,7 @@ def doubted(evidence: Evidence, decision: Decision, why: str) -> Decision:
     broken = {i: each for i, each in decision.results.items() if each.outcome == Outcome.VALIDATE_ERROR}
     agreed = sum(each.validate_state == ValidateState.VALID for each in decision.results.values())
     readable = sorted(set(decision.results) - set(broken))
-    made = _no_consensus(unit, readable, broken, int(unit["min_quorum"]), "")
+    made = _no_consensus(evidence, readable, broken, int(unit["min_quorum"]), "")
     fields = dict(made.workunit)
     if agreed > unit["min_quorum"]:
         fields.pop("target_nresults", None)

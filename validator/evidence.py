@@ -123,6 +123,7 @@ class Judge:
             tolerance,
             votes.voters,
             estimates,
+            votes.reasons,
             established=votes.established,
             not_alone=self._not_alone(case, witnesses, suspicions),
             **self._by_server(case, reading, suspicions),

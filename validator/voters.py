@@ -56,10 +56,12 @@ _NOTHING_KNOWN = Witness(0, 0)[2:]
 
 @dataclass(frozen=True)
 class Votes:
-    """voters: by result id, None for no vote; established: those who may carry a quorum."""
+    """voters: by result id, None for no vote; established: those who may carry a quorum; reasons: of each copy that is
+    no vote of its own, why."""
 
     voters: Mapping[int, Hashable]
     established: frozenset[int]
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,39 @@ def count_votes(witnesses: Mapping[int, Witness], files: Mapping[int, str], rule
         i: None if i in bridges or witness.distrusted or witness.groups & rules.blocked else roots[i]
         for i, witness in witnesses.items()
     }
-    return Votes(voters, frozenset(i for i, witness in witnesses.items() if not witness.newcomer))
+    established = frozenset(i for i, witness in witnesses.items() if not witness.newcomer)
+    return Votes(voters, established, _reasons(voters, ties, witnesses, rules))
 
+
+def _reasons(
+    voters: Mapping[int, Hashable], ties: _Ties, witnesses: Mapping[int, Witness], rules: Independence
+) -> dict[int, str]:
+    """Why each copy that is no vote of its own is none, for the log."""
+    found: dict[int, str] = {}
+    for i, voter in voters.items():
+        if voter is None:
+            blocked = sorted(witnesses[i].groups & rules.blocked)
+            if witnesses[i].distrusted:
+                why = "its host has returned too much that was wrong"
+            else:
+                why = f"{blocked[0]} is blocked" if blocked else "its file names another device than its client does"
+            found[i] = f"[RESULT#{i}] has no vote ({why})"
+        elif voter != i:
+            others = {tie for j in voters if j != i and voters[j] == voter for tie in ties[j]}
+            shared = sorted({_ONE[kind] for kind, name in ties[i] if (kind, name) in others})
+            found[i] = f"[RESULT#{i}] is one vote with [RESULT#{voter}] ({', '.join(shared)})"
+    return found
+
+
+#: What makes copies one vote, in words.
+_ONE = {
+    "host": "one host",
+    "user": "one user",
+    "file": "the same file",
+    "network": "newcomers of one network",
+    "device": "one family of devices",
+    "suspect": "one suspect group",
+}
 
 _Ties = Mapping[int, tuple[tuple[str, Hashable], ...]]
 

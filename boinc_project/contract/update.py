@@ -33,6 +33,7 @@ from boinc_project.contract.tensorfile import FileTensor
 
 FORMAT = "boinc-train-update"
 MAX_METADATA_BYTES = 64 << 10
+LARGEST = 1e18  # magnitude of an element: float32 holds its square, and the sum of a hundred of them
 ENCODED_PREFIXES = ("gradient/", "delta/")
 
 
@@ -206,12 +207,12 @@ def squared_norm(array: Array) -> float:
 
 
 def _check_finite(tensors: Mapping[str, Array], fault_type: type[ContractError]) -> None:
-    """Refuse NaN, infinity, and tensors so large that a sum of a few would overflow float32."""
+    """Refuse NaN, infinity, and tensors so large that an optimizer could not keep their squares in float32."""
     for name, array in tensors.items():
         if array.dtype.kind != "f" or array.size == 0:
             continue
         top = float(np.abs(array).max())  # NaN propagates through max
         if not math.isfinite(top):
             raise fault_type(f"update tensor {name!r} holds NaN or infinity", fault="not_finite")
-        if top > 1e30:
-            raise fault_type(f"update tensor {name!r} holds {top:.3g}; its sums would overflow", fault="not_finite")
+        if top > LARGEST:
+            raise fault_type(f"update tensor {name!r} holds {top:.3g}; its square would overflow", fault="not_finite")

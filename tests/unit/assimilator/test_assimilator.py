@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -26,6 +27,7 @@ from boinc_project.contract.microtask import FileRef
 from boinc_project.daemon import Options, RetryLater
 from boinc_project.gt_tables import Disposition, JobState, gt_job, gt_ledger, gt_microtask, gt_round, gt_version
 from boinc_project.held_out import evaluation_microtask
+from boinc_project.job_config import JobConfig
 from boinc_project.states import AssimilateState, ErrorMask
 from tests.databases import REPEATED
 from tests.tiny_project import TinyProject, tiny_project
@@ -220,6 +222,27 @@ def test_weights_that_would_not_be_finite_hold_the_job_at_the_last_good_version(
         store.set_job_state(connection, project.job_id, JobState.RUNNING)
     project.assimilator().one_pass()
     assert project.version_digests() == undisturbed(2)
+
+
+def test_an_optimizer_that_would_not_be_finite_holds_the_job_too(
+    project: TinyProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.validate_round()
+    real = apply.policy_of
+
+    class Poisoned:
+        def __init__(self, config: JobConfig) -> None:
+            self.real = real(config)
+
+        def advance(self, round: Any) -> Any:
+            made = self.real.advance(round)
+            name, array = next(iter(made.optimizer.items()), ("exp_avg/0.weight", np.zeros(3, np.float32)))
+            return dataclasses.replace(made, optimizer={**made.optimizer, name: np.full_like(array, np.inf)})
+
+    monkeypatch.setattr(apply, "policy_of", Poisoned)
+    project.assimilator().one_pass()
+    assert (project.job.state, project.job.current_version) == (JobState.FAILED, 0)
+    assert "would not be finite" in project.job.note
 
 
 def test_a_round_without_weight_makes_a_version_without_a_step(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from assimilator.optimizers import PIECE_ELEMENTS, AdamW, Optimizer, Sgd, step_in_place
+from boinc_project.contract.update import LARGEST
 
 STEPS = 10
 SHAPES = {"a": (7, 5), "b": (), "c": (11,)}
@@ -85,3 +86,11 @@ def test_steps_in_place_give_the_bits_of_steps_on_whole_tensors(ours: Optimizer)
             assert list(found) == list(expected)
             assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in expected.items()}
             assert {n: a.shape for n, a in found.items()} == {n: a.shape for n, a in expected.items()}
+
+
+@pytest.mark.parametrize("ours", [case[0] for case in CASES], ids=str)
+def test_the_largest_values_that_an_update_may_hold_leave_it_finite(ours: Optimizer) -> None:
+    values, state = {"w": np.zeros(2, np.float32)}, dict[str, Any]()
+    for number in range(1, 100):
+        values, state = ours.step(values, {"w": np.float32([LARGEST, -LARGEST])}, state, number, 0.1)
+    assert all(np.isfinite(array).all() for array in (*values.values(), *state.values()))

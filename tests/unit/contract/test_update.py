@@ -89,9 +89,9 @@ def test_equal_updates_are_written_as_equal_bytes(codec: Codec) -> None:
     assert write_update(tensors(), TYPES, metadata, codec) == write_update(tensors(), TYPES, metadata, codec)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -1e25, 1.1e18])
 @pytest.mark.parametrize("name", ["gradient_w", "buffer_mean", "metric_loss"])
-def test_values_that_are_not_finite_or_would_overflow_a_sum_are_neither_written_nor_read(
+def test_values_that_are_not_finite_or_whose_square_would_overflow_are_neither_written_nor_read(
     name: str, value: float
 ) -> None:
     array = tensors()[name.replace("_", "/")].copy()

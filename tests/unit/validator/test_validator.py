@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from boinc_project import credit, database
+from boinc_project import credit, daemon_start, database
 from boinc_project.contract.update import read_update, update_types
 from boinc_project.daemon import Options
 from boinc_project.gt_tables import gt_fingerprint, gt_microtask
@@ -19,7 +19,7 @@ from boinc_project.states import AssimilateState, FileDeleteState, Outcome, Serv
 from tests.databases import REPEATED
 from tests.tiny_project import TinyProject, tiny_project
 from validator import books, evidence
-from validator.__main__ import Rules, Validator
+from validator.__main__ import Rules, Validator, main
 from validator.agreement import distance
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -313,7 +313,7 @@ def test_each_kind_of_broken_upload_is_an_error_with_its_own_reason(
 
 
 @pytest.mark.parametrize("each_database", REPEATED, indirect=True)
-@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 1e25])
 def test_a_pair_of_identical_files_that_are_not_finite_is_invalid_twice(
     project: TinyProject, pair: list[dict[str, Any]], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +327,8 @@ def test_a_pair_of_identical_files_that_are_not_finite_is_invalid_twice(
     assert states(project, unit["id"]) == [(Outcome.VALIDATE_ERROR, INVALID)] * 2
     project.transitioner.run_once()
     assert len(project.rows(database.result, workunitid=unit["id"], server_state=int(ServerState.UNSENT))) == 2
+    project.assimilator().one_pass()
+    assert project.job.current_version == 0 and len(project.version_digests()) == 1, "the model is as it was"
 
 
 @pytest.mark.parametrize("value", [0.0, -0.5])
@@ -341,14 +343,24 @@ def test_an_update_of_one_number_is_refused_even_if_all_copies_agree(
     assert states(project, pair[0]["workunitid"]) == [(Outcome.VALIDATE_ERROR, INVALID)] * 2
 
 
-def test_one_user_with_two_hosts_is_no_quorum_and_the_honest_pair_wins(
-    project: TinyProject, pair: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("makers", "why"), [(((7, 70), (7, 71)), "one user"), (((7, 70), (7, 70)), "one host, one user")]
+)
+def test_one_user_with_two_copies_is_no_quorum_which_is_logged_and_the_honest_pair_wins(
+    project: TinyProject,
+    pair: list[dict[str, Any]],
+    makers: tuple[tuple[int, int], ...],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     unit = pair[0]["workunitid"]
     wrong = project.changed_update(unit_row(project, unit), np.negative)
-    project.answer(pair[0], wrong, user=7, host=70)
-    project.answer(pair[1], wrong, user=7, host=71)
-    judge(project)
+    for result, (user, host) in zip(pair, makers, strict=True):
+        project.answer(result, wrong, user=user, host=host)
+    with caplog.at_level("INFO", "validator"):
+        judge(project)
+    first, second = (f"[RESULT#{result['id']}]" for result in pair)
+    assert f"no agreement among 2 copies; {second} is one vote with {first} ({why})" in caplog.text
     assert states(project, unit) == [(Outcome.SUCCESS, INCONCLUSIVE)] * 2
     for user, expected in ((8, None), (9, VALID)):
         project.transitioner.run_once()
@@ -364,6 +376,21 @@ def test_a_lab_with_one_account_may_let_hosts_vote(project: TinyProject, pair: l
         project.answer(result, user=7, host=host)
     judge(project, rules=Rules(one_vote_per_user=False))
     assert states(project, pair[0]["workunitid"]) == [(Outcome.SUCCESS, VALID)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [((), "One vote per user"), (("--votes", "host"), "One vote per HOST: copies of one account check each other")],
+)
+def test_whose_copies_count_apart_is_said_at_the_start(
+    project: TinyProject, options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(project.tree.project_dir)
+    monkeypatch.setattr(daemon_start, "set_up_log", lambda level: None)
+    with caplog.at_level("INFO", "validator"):
+        assert main(["--app", "gradient", "--one_pass", *options]) == 0
+    assert [record.message for record in caplog.records if record.message.startswith("One vote")] == [said]
 
 
 NONSENSE = [-5.0, 0.0, 1e12, 1e300]

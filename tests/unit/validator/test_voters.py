@@ -425,3 +425,30 @@ def test_who_has_no_vote(named: dict[str, float], expected: bool) -> None:
         **named,
     }
     assert is_distrusted(row, NOW) is expected
+
+
+@pytest.mark.parametrize(
+    ("second", "files", "rules", "why"),
+    [
+        (Witness(1, 2), {}, Independence(), "is one vote with [RESULT#1] (one user)"),
+        (Witness(2, 1), {}, Independence(), "is one vote with [RESULT#1] (one host)"),
+        (Witness(2, 2), {1: "d", 2: "d"}, Independence(), "is one vote with [RESULT#1] (the same file)"),
+        (Witness(2, 2, distrusted=True), {}, Independence(), "has no vote (its host has returned too much that"),
+        (
+            Witness(2, 2, groups=frozenset({"device:X"})),
+            {},
+            Independence(blocked=frozenset({"device:X"})),
+            "has no vote (device:X is blocked)",
+        ),
+    ],
+)
+def test_why_a_copy_is_no_vote_of_its_own_is_told(
+    second: Witness, files: dict[int, str], rules: Independence, why: str
+) -> None:
+    (reason,) = count_votes({1: Witness(1, 1), 2: second}, files, rules).reasons.values()
+    assert reason.startswith(f"[RESULT#2] {why}")
+
+
+def test_copies_that_are_votes_of_their_own_need_no_reason() -> None:
+    made = {1: Witness(1, 1, reliability=0.5), 2: Witness(2, 2)}
+    assert count_votes(made, {}, Independence()).reasons == {}
