@@ -86,6 +86,8 @@ class ProjectConfig:
     next_rpc_delay: float = 0.0  # seconds; 0: the client decides when to come again
     gt_dry_rpc_delay: float = 10.0  # seconds; embedded server: come again when there was no work
     gt_hold_dry_reply: float = 3.0  # seconds; embedded server: a reply to a report waits so long for work; 0: never
+    gt_drift_false_discoveries: float = 0.01  # share of groups that are said to drift and do not
+    gt_drift_ratio: float = 2.0  # how many times as far from others' copies a group must be to drift
     resend_lost_results: bool = False
     send_result_abort: bool = False
     report_grace_period: int = 0  # seconds added to the deadline kept in the database
@@ -154,6 +156,8 @@ class ProjectConfig:
             next_rpc_delay=values.number("next_rpc_delay", 0.0),
             gt_dry_rpc_delay=values.number("gt_dry_rpc_delay", 10.0),
             gt_hold_dry_reply=values.number("gt_hold_dry_reply", 3.0),
+            gt_drift_false_discoveries=values.number("gt_drift_false_discoveries", 0.01),
+            gt_drift_ratio=values.number("gt_drift_ratio", 2.0),
             resend_lost_results=values.flag("resend_lost_results"),
             send_result_abort=values.flag("send_result_abort"),
             report_grace_period=values.integer("report_grace_period", int(grace_hours * 3600)),

@@ -271,9 +271,21 @@ gt_recheck = sa.Table(
 gt_blocked = sa.Table(
     "gt_blocked",
     gt_metadata,
-    sa.Column("name", Varchar(191), primary_key=True),  # a group's name (validator/groups.py)
+    sa.Column("name", Varchar(191), primary_key=True),  # a group's name (voters.groups_of)
     sa.Column("create_time", _Double, nullable=False),
     sa.Column("note", sa.Text, nullable=False, default=""),
+    mysql_engine="InnoDB",
+)
+
+#: Groups that drifted when the validator last looked.
+gt_drift = sa.Table(
+    "gt_drift",
+    gt_metadata,
+    sa.Column("name", Varchar(191), primary_key=True),
+    sa.Column("pairs", sa.Integer, nullable=False),
+    sa.Column("median", _Double, nullable=False),  # distance of its pairs
+    sa.Column("ratio", _Double, nullable=False),  # by that of the others
+    sa.Column("test_time", _Double, nullable=False),
     mysql_engine="InnoDB",
 )
 

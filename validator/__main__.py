@@ -42,7 +42,7 @@ from validator.drift import findings
 from validator.evidence import Judge
 from validator.lottery import NoSecret
 from validator.rechecks import Rechecks
-from validator.records import blocked_groups, judged_pairs, read_records
+from validator.records import blocked_groups, judged_pairs, limits_of, read_records, write_drifting
 from validator.replays import Replays
 from validator.voters import Independence, Records
 
@@ -112,8 +112,8 @@ class Validator:
             self.tree,
             self.database,
             Independence(one_vote_per_user=self.rules.one_vote_per_user),
-            self.clock,
-            self.start,
+            clock=self.clock,
+            start=self.start,
         )
         self.patience = Patience(self.clock)
         self.rechecks = Rechecks(self.database, self.replays, self.options, self.clock)
@@ -140,8 +140,8 @@ class Validator:
         return worked
 
     def _look_at_groups(self) -> None:
-        """Which groups have no vote, and, where devices must be independent, which drift and are suspect: at first
-        and once an hour."""
+        """Which groups have no vote; and at first and once an hour which drift: none of their copies stands alone, and
+        where devices must be independent they confirm one another no more."""
         now = self.clock()
         with self.database.read() as connection:
             self.judge.independence = replace(self.judge.independence, blocked=blocked_groups(connection))
@@ -149,12 +149,16 @@ class Validator:
                 return
             self.tested = now
             jobs = store.jobs(connection, JobState.RUNNING, appid=self.appid)
-            wanted = any(job.config.trust.independent_devices for job in jobs)
-            pairs = judged_pairs(connection, now) if wanted else []
-        suspect = frozenset(one.group for one in findings(pairs) if one.drifts)
-        for group in sorted(suspect - self.judge.independence.suspect):
-            log.warning("%s drifts: its copies confirm one another no more (boinc-train trust show)", group)
-        self.judge.independence = replace(self.judge.independence, suspect=suspect)
+            apart = any(job.config.trust.independent_devices for job in jobs)
+            pairs = judged_pairs(connection, now)
+        found = [one for one in findings(pairs, limits_of(self.tree.config)) if one.drifts]
+        drifting = frozenset(one.group for one in found)
+        for group in sorted(drifting - self.judge.drifting):
+            log.warning("%s drifts: it is farther from others' copies than others are (boinc-train trust show)", group)
+        self.judge.drifting = drifting
+        self.judge.independence = replace(self.judge.independence, suspect=drifting if apart else frozenset())
+        if not self.options.dry_run:
+            self.database.repeated(lambda connection: write_drifting(connection, found, now))
 
     def _look(self) -> bool:
         """Judge what needs it and does not wait for the server's own computation."""

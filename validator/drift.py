@@ -10,27 +10,34 @@ A pair says something of both of its members, so it is compared by whether a gro
 
 Distances are ranked within their kind of work only (the sums of the strata are added, van Elteren 1960). The p-values
 of all groups of a sort (all hosts, all drivers ...) are held against one another by Benjamini and Hochberg (1995) at a
-false discovery rate of 1 %. And because in many pairs a tiny difference becomes significant, the group's median must be
-at least twice that of the others. A honest partner of a drifting group shares its pairs: groups are found one after
-the other, the strongest first, and the pairs of those that were found are then left out.
+false discovery rate of 1 % (gt_drift_false_discoveries of config.xml). And because in many pairs a tiny difference
+becomes significant, the group's median must be at least twice that of the others (gt_drift_ratio). A honest partner of
+a drifting group shares its pairs: groups are found one after the other, the strongest first, and the pairs of those
+that were found are then left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-FALSE_DISCOVERIES = 0.01
-LEAST_RATIO = 2.0  # of medians
 LEAST_PAIRS = 8  # of a group and of the others
 MOST_SHARE = 0.75  # of the pairs: who has more is the rule that others are measured by; if it is wrong, replays tell
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a group drifts: the false discovery rate of the test, and the least ratio of the medians."""
+
+    false_discoveries: float = 0.01
+    least_ratio: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,12 @@ class Finding:
     drifts: bool
 
 
-def findings(pairs: Sequence[Pair]) -> list[Finding]:
+def findings(pairs: Sequence[Pair], limits: Limits = Limits()) -> list[Finding]:
     """Every group with enough pairs, those that drift first, then by their p-values."""
     left = list(pairs)
     found: list[Finding] = []
     while True:
-        tested = [one for sort in _sorts(left).values() for one in _tested(left, sort)]
+        tested = [one for sort in _sorts(left).values() for one in _tested(left, sort, limits)]
         drifting = [one for one in tested if one.drifts]
         if not drifting:
             named = {one.group for one in found}
@@ -92,18 +99,15 @@ def _sorts(pairs: Iterable[Pair]) -> dict[str, list[str]]:
     return {sort: sorted(groups) for sort, groups in found.items()}
 
 
-def _tested(pairs: Sequence[Pair], groups: Sequence[str]) -> list[Finding]:
+def _tested(pairs: Sequence[Pair], groups: Sequence[str], limits: Limits) -> list[Finding]:
     """The test of each group of one sort, and which of them drift."""
     strata = [_Stratum.of([pair for pair in pairs if pair.kind == kind]) for kind in sorted({p.kind for p in pairs})]
     made = [one for group in groups if (one := _test(strata, group)) is not None]
-    limit = discoveries([one.p for one in made])
-    return [
-        Finding(one.group, one.pairs, one.median, one.ratio, one.p, one.p <= limit and one.ratio >= LEAST_RATIO)
-        for one in made
-    ]
+    limit = discoveries([one.p for one in made], limits.false_discoveries)
+    return [replace(one, drifts=one.p <= limit and one.ratio >= limits.least_ratio) for one in made]
 
 
-def discoveries(p_values: Sequence[float], rate: float = FALSE_DISCOVERIES) -> float:
+def discoveries(p_values: Sequence[float], rate: float) -> float:
     """The largest p-value that counts (Benjamini and Hochberg): the last p(i) <= rate i / m in order; -1 if none."""
     ordered = sorted(p_values)
     passing = [p for i, p in enumerate(ordered, 1) if p <= rate * i / len(ordered)]

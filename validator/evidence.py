@@ -64,6 +64,7 @@ class Judge:
     tree: ProjectTree
     database: Database
     independence: Independence = field(default_factory=Independence)
+    drifting: frozenset[str] = frozenset()  # names of groups, of which no copy stands alone
     clock: Callable[[], float] = now
     start: Start = local_run.start  # what computes something on the server
     copies: Copies = field(default_factory=Copies)
@@ -175,7 +176,7 @@ class Judge:
         if not trust.adaptive_replication or case.unit["canonical_resultid"] or int(case.unit["min_quorum"]) > 1:
             return None
         return {
-            i: why_not_alone(witness, self.draws, trust.audit_floor, case.name, i, suspicions.get(i, ""))
+            i: why_not_alone(witness, self.draws, trust.audit_floor, case.name, i, suspicions.get(i, ""), self.drifting)
             for i, witness in witnesses.items()
         }
 

@@ -8,21 +8,45 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from boinc_project.config import ProjectConfig
 from boinc_project.database import app_version, host, user
-from boinc_project.gt_tables import gt_blocked, gt_fingerprint, gt_trust
+from boinc_project.gt_tables import gt_blocked, gt_drift, gt_fingerprint, gt_trust
 from boinc_project.rows import read_rows
 from boinc_project.store import Row
-from validator.drift import Pair, pairs_of
+from validator.drift import Finding, Limits, Pair, pairs_of
 from validator.voters import Records, groups_of, recorded_device
 
 _HOST = ("id", "create_time", "serialnum", "external_ip_addr", "p_vendor", "p_model")
 _AT_ONCE = 500
+_LARGEST_RATIO = 1e9  # that a database holds; it is infinite where the others do not differ at all
 WINDOW_S, MOST_ROWS = 14 * 86400.0, 20_000  # judged results that the test for drift looks at
 
 
 def blocked_groups(connection: Connection) -> frozenset[str]:
     """Names of the groups whose results count as no vote."""
     return frozenset(str(name) for name in connection.scalars(sa.select(gt_blocked.c.name)))
+
+
+def limits_of(config: ProjectConfig) -> Limits:
+    """When a group drifts, by the project's config.xml."""
+    return Limits(config.gt_drift_false_discoveries, config.gt_drift_ratio)
+
+
+def write_drifting(connection: Connection, found: Sequence[Finding], now: float) -> None:
+    """Keep which groups drift, for `boinc-train status`, in the place of what was found before."""
+    connection.execute(gt_drift.delete())
+    rows = [
+        {
+            "name": one.group[:191],
+            "pairs": one.pairs,
+            "median": one.median,
+            "ratio": min(one.ratio, _LARGEST_RATIO),
+            "test_time": now,
+        }
+        for one in found
+    ]
+    if rows:
+        connection.execute(gt_drift.insert(), rows)
 
 
 def read_records(connection: Connection, results: Sequence[Row]) -> Records:

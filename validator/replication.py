@@ -6,6 +6,7 @@ came back decides whether a second one is made:
 
     not trusted (reliability below 0.95, or a bad result among the last ten)    a second copy
     looks copied, or its norm is far from what the job's updates have          a second copy
+    of a group of hosts that drifts (validator/drift.py)                       a second copy
     drawn by the secret with chance max(audit_floor, 1 - reliability)          a second copy: an audit
     else                                                                       it stands alone
 
@@ -28,7 +29,13 @@ LEAST_NORM = 1e-3
 
 
 def why_not_alone(
-    witness: Witness, draws: Draws, audit_floor: float, workunit_name: str, result_id: int, suspicion: str
+    witness: Witness,
+    draws: Draws,
+    audit_floor: float,
+    workunit_name: str,
+    result_id: int,
+    suspicion: str,
+    drifting: frozenset[str] = frozenset(),
 ) -> str:
     """Why a copy needs a second one beside it; '' if it may stand alone."""
     if not witness.trusted:
@@ -37,6 +44,8 @@ def why_not_alone(
         return "its user or host is a newcomer"
     if suspicion:
         return suspicion
+    if suspect := sorted(witness.groups & drifting):
+        return f"{suspect[0]} drifts"
     if draws.drawn(max(audit_floor, 1.0 - witness.reliability), "audit", workunit_name, result_id):
         return "it is drawn for an audit"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,16 @@ from boinc_project import store
 from boinc_project.cli.project import open_project, project_option
 from boinc_project.cli.tables import table
 from boinc_project.database import Database, app, host, result
-from boinc_project.gt_tables import Disposition, gt_job, gt_ledger, gt_recheck, gt_trust, gt_version
+from boinc_project.gt_tables import (
+    Disposition,
+    gt_blocked,
+    gt_drift,
+    gt_job,
+    gt_ledger,
+    gt_recheck,
+    gt_trust,
+    gt_version,
+)
 from boinc_project.states import Outcome, ServerState, ValidateState
 from validator.rechecks import summary
 from validator.traces import NAMED, accepted_alone
@@ -60,6 +70,7 @@ def render(database: Database) -> Group:
             *_error_tables(connection, jobs),
             _host_table(connection, jobs),
             *_refuted_tables(connection),
+            *_drift_tables(connection),
             _daemon_table(connection),
         )
 
@@ -224,6 +235,22 @@ def _refuted_tables(connection: sa.Connection) -> list[Table]:
     query = query.order_by(gt_trust.c.failed_check.desc(), gt_trust.c.judge_time.desc())
     for row in connection.execute(query.limit(HOSTS_SHOWN)).mappings():
         found.add_row(str(row["host_id"]), escape(str(row["kind"])), escape(refutation(connection, dict(row))))
+    return [found] if found.row_count else []
+
+
+def _drift_tables(connection: sa.Connection) -> list[Table]:
+    """Groups of hosts that drifted when the validator last looked; nothing where there are none."""
+    found = table(
+        "group", "pairs", "median distance", "times the others'", "tested", "command", title="groups that drift"
+    )
+    if not sa.inspect(connection).has_table(gt_drift.name):  # no validator of this release has run yet
+        return []
+    blocked = set(connection.scalars(sa.select(gt_blocked.c.name)))
+    for row in connection.execute(sa.select(gt_drift).order_by(gt_drift.c.ratio.desc())).mappings():
+        name = str(row["name"])
+        advice = "blocked" if name in blocked else f"boinc-train trust block {shlex.quote(name)}"
+        numbers = (str(row["pairs"]), f"{row['median']:.2g}", f"{row['ratio']:.2g}", ago(float(row["test_time"])))
+        found.add_row(escape(name), *numbers, escape(advice))
     return [found] if found.row_count else []
 
 

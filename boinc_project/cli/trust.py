@@ -20,8 +20,8 @@ from boinc_project.cli.tables import table
 from boinc_project.database import Database
 from boinc_project.gt_tables import gt_blocked, gt_trust
 from boinc_project.reliability import is_trusted, reliability
-from validator.drift import Finding, findings
-from validator.records import blocked_groups, judged_pairs
+from validator.drift import Finding, Limits, findings
+from validator.records import blocked_groups, judged_pairs, limits_of
 
 SHOWN = 30
 DIGEST_SHOWN = 6
@@ -37,9 +37,10 @@ def trust() -> None:
 @project_option
 def show(project_dir: Path | None) -> None:
     """Show hosts with their records, groups with what the test for drift says, and what is blocked."""
-    with open_project(project_dir).database() as database:
+    tree = open_project(project_dir)
+    with tree.database() as database:
         store.create_own_tables(database)
-        Console().print(render(database, time.time()))
+        Console().print(render(database, time.time(), limits_of(tree.config)))
 
 
 @trust.command()
@@ -77,12 +78,12 @@ def unblock(group: str, project_dir: Path | None) -> None:
     click.echo(f"{group} votes again")
 
 
-def render(database: Database, now: float) -> Group:
+def render(database: Database, now: float, limits: Limits = Limits()) -> Group:  # noqa: B008 (it is frozen)
     """The whole picture as tables. Names of devices came from volunteers and are escaped."""
     with database.read() as connection:
         return Group(
             _host_table(connection, now),
-            _group_table(findings(judged_pairs(connection, now))),
+            _group_table(findings(judged_pairs(connection, now), limits)),
             _blocked_table(connection),
         )
 

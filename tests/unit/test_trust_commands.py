@@ -64,6 +64,15 @@ def test_a_drifting_driver_is_named_and_can_be_blocked_and_unblocked(project: Ti
     assert found == ["driver:GTX 1080 666"]
     code, text = ran(project, "show")
     assert code == 0 and "drifts" in text
+    assert "groups that drift" not in drawn(status.render(project.db)), "the validator has not looked yet"
+    project.validator().one_pass()
+    assert "boinc-train trust block 'driver:GTX 1080 666'" in drawn(status.render(project.db))
+    config = project.tree.project_dir / "config.xml"
+    config.write_text(config.read_text().replace("</config>", "<gt_drift_ratio>1e4</gt_drift_ratio></config>"))
+    with TinyProject(project.tree.project_dir) as less_strict:
+        less_strict.validator().one_pass()
+    assert "groups that drift" not in drawn(status.render(project.db)), "what was found before is forgotten"
+    assert "drifts" not in ran(project, "show")[1]
     code, text = ran(project, "block", "class:cuda_gt", "--note", "wrong sums")
     assert (code, text) == (0, "class:cuda_gt is blocked\n")
     assert ran(project, "block", "class:cuda_gt") == (0, "class:cuda_gt was blocked already\n")

@@ -143,6 +143,30 @@ def test_gpus_of_one_family_that_only_confirm_one_another_end_with_the_server_an
     assert len(unsent(project, 1)) == 2
 
 
+def test_honest_gpus_of_one_family_alone_end_as_an_error_after_so_many_copies_and_other_slots_go_on(
+    project: TinyProject,
+) -> None:
+    """O26: the only family that there is, and a server that computes nothing itself."""
+    with_trust(project, independent_devices=True)
+    project.change(database.app_version, 1, plan_class="cuda_gt")
+    for host in range(1, 30):
+        project.add_host(host, host)
+        project.change(database.host, host, serialnum="[CUDA|Only 5700|1|8192MB|20101|200]")
+    tried, hosts = 0, iter(range(1, 30))
+    while copies := unsent(project, 1) or (pair_of(project) if not tried else []):
+        for copy in copies:
+            project.answer(copy, user=next(hosts))
+            tried += 1
+        judged(project)
+    unit = project.rows(database.workunit, id=1)[0]
+    assert unit["error_mask"] & ErrorMask.TOO_MANY_SUCCESS_RESULTS and not unit["canonical_resultid"]
+    assert tried <= unit["max_total_results"]
+    project.assimilator().one_pass()
+    project.transitioner.run_once()
+    again = [row for row in project.issue() if row["workunitid"] > 2]
+    assert again, "its samples are issued afresh"
+
+
 def test_what_the_server_cannot_compute_is_decided_without_it(
     project: TinyProject, caplog: pytest.LogCaptureFixture
 ) -> None:

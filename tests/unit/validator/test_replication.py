@@ -15,6 +15,8 @@ from boinc_project.reliability import member_weight
 from boinc_project.states import ValidateState
 from tests.tiny_project import TinyProject, tiny_project
 from tests.trusting import gradients_of, judged, kind_of, trusted, unsent, with_gradients, with_trust
+from validator import __main__ as validator_module
+from validator.drift import Finding
 from validator.lottery import project_lottery
 
 VALID, INVALID, INCONCLUSIVE = ValidateState.VALID, ValidateState.INVALID, ValidateState.INCONCLUSIVE
@@ -235,3 +237,20 @@ def test_without_its_secret_what_needs_a_draw_waits_with_one_sentence_and_all_el
         key.write_bytes(whole)
     validator.one_pass()
     assert unit_of(project, first)["canonical_resultid"] == first["id"]
+
+
+def test_a_trusted_host_of_a_group_that_drifts_does_not_stand_alone(
+    project: TinyProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drifting = Finding("user:1", 100, 1e-3, 30.0, 1e-9, drifts=True)
+    monkeypatch.setattr(validator_module, "findings", lambda pairs, limits: [drifting])
+    first, second = adaptive(project)
+    for host in (1, 2):
+        trusted(project, host, kind_of(project))
+    project.answer(first, user=1)
+    project.answer(second, user=2)
+    with caplog.at_level("INFO", "validator"):
+        judged(project)
+    assert not unit_of(project, first)["canonical_resultid"] and unsent(project, first["workunitid"])
+    assert "a second copy is needed: user:1 drifts" in caplog.text
+    assert unit_of(project, second)["canonical_resultid"], "others do"
