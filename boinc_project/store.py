@@ -481,38 +481,50 @@ def needing_validation(
 
 @dataclass(frozen=True)
 class Ended:
-    """How many tasks ended on one host with one app version: in success (whatever the validator says), in error."""
+    """How many tasks of a slot ended on one host with one app version: in success (whatever the validator says), in
+    error; `unreadable` errors were uploads that cannot be judged."""
 
     host: int
     app_version: int  # negative: the volunteer's own program
+    slot: int
     successes: int
     errors: int
+    unreadable: int = 0
 
 
-def ended_tasks(connection: Connection, workunit_names: Sequence[str]) -> list[Ended]:
-    """How the tasks of these workunits ended, by host and app version.
+def ended_tasks(connection: Connection, slots: Mapping[str, int]) -> list[Ended]:
+    """How the tasks of workunits ended, by host, app version and slot; `slots` has the slot of each by its name.
 
     Errors are those of the client and files that cannot be judged. Tasks that timed out, were aborted by project or
     user, or were lost with a client's state say nothing about the work and are not counted.
     """
-    columns = (result.c.hostid, result.c.app_version_id, result.c.outcome)
-    counts: Counter[tuple[int, int, bool]] = Counter()
-    for start in range(0, len(workunit_names), 500):
+    names = list(slots)
+    columns = (result.c.hostid, result.c.app_version_id, workunit.c.name, result.c.outcome)
+    counts: dict[tuple[int, int, int], Counter[Outcome]] = {}
+    for start in range(0, len(names), 500):
         query = (
             sa.select(*columns, sa.func.count())
             .join(workunit, workunit.c.id == result.c.workunitid)
             .where(
-                workunit.c.name.in_(list(workunit_names[start : start + 500])),
+                workunit.c.name.in_(names[start : start + 500]),
                 result.c.server_state == int(ServerState.OVER),
                 result.c.outcome.in_([int(Outcome.SUCCESS), int(Outcome.CLIENT_ERROR), int(Outcome.VALIDATE_ERROR)]),
                 result.c.exit_status.not_in(EXITS_WITHOUT_FAULT),
             )
             .group_by(*columns)
         )
-        for host_id, app_version_id, outcome, number in connection.execute(query):
-            counts[int(host_id), int(app_version_id), int(outcome) == Outcome.SUCCESS] += int(number)
-    pairs = sorted({(host_id, version) for host_id, version, _ in counts})
-    return [Ended(*pair, counts[(*pair, True)], counts[(*pair, False)]) for pair in pairs]
+        for host_id, app_version_id, name, outcome, number in connection.execute(query):
+            key = int(host_id), int(app_version_id), slots[str(name)]
+            counts.setdefault(key, Counter())[Outcome(outcome)] += int(number)
+    return [
+        Ended(
+            *key,
+            successes=by[Outcome.SUCCESS],
+            errors=by[Outcome.CLIENT_ERROR] + by[Outcome.VALIDATE_ERROR],
+            unreadable=by[Outcome.VALIDATE_ERROR],
+        )
+        for key, by in sorted(counts.items())
+    ]
 
 
 def give_back_quota(connection: Connection, ended: Ended, daily_result_quota: int) -> None:

@@ -163,13 +163,13 @@ class Generator:
 
     def _is_failing(self, job: JobRow, rows: Sequence[store.Row]) -> bool:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""
-        names = [str(row["workunit_name"]) for row in rows if row["state"] != MicrotaskState.CANCELLED]
+        slots = supply.slots_of(rows)
         with self.database.read() as connection:
-            ended = store.ended_tasks(connection, names)
+            ended = store.ended_tasks(connection, slots)
             found = supply.failing(ended, job.config.supply)
             if found is None:
                 return False
-            cause = store.commonest_error(connection, names)
+            cause = store.commonest_error(connection, list(slots))
             which = "" if found.app_version is None else store.app_version_text(connection, found.app_version)
         reason = (
             f"{found.errors} of {found.tasks} tasks of version {job.current_version} failed on {found.hosts} hosts"

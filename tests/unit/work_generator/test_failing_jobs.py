@@ -1,13 +1,15 @@
-"""A job most of whose tasks fail stops before it has cost all volunteers their quota; one bad host stops nothing."""
+"""A job most of whose tasks fail stops before it has cost all volunteers their quota; one bad host stops nothing, nor
+does one bad slot."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -33,8 +35,23 @@ both_databases = pytest.mark.usefixtures("each_database")
 
 
 def hosts(*tallies: tuple[int, int], app_version: int = CPU, first: int = 1) -> list[Ended]:
-    """What hosts returned: (successes, errors) of each."""
-    return [Ended(first + number, app_version, *tally) for number, tally in enumerate(tallies)]
+    """What hosts returned, each half of two slots, or one task of either: (successes, errors) of each host."""
+    halves = []
+    for number, (successes, errors) in enumerate(tallies):
+        for slot in (0, 1):
+            part = ((successes + (number + slot) % 2) // 2, (errors + (number + slot) % 2) // 2)
+            if any(part):
+                halves.append(Ended(first + number, app_version, slot, *part))
+    return halves
+
+
+def slots(*tallies: tuple[int, int]) -> list[Ended]:
+    """What became of the tasks of slots, each on a host of its own: (successes, errors) of each slot."""
+    number, made = itertools.count(1), []
+    for slot, (successes, errors) in enumerate(tallies):
+        made += [Ended(next(number), CPU, slot, 1, 0) for _ in range(successes)]
+        made += [Ended(next(number), CPU, slot, 0, 1) for _ in range(errors)]
+    return made
 
 
 @pytest.mark.parametrize(
@@ -73,6 +90,36 @@ def test_a_job_fails_when_half_of_ten_tasks_did_on_several_hosts(ended: list[End
 )
 def test_a_job_goes_on_after_few_errors_or_those_of_one_bad_host(ended: list[Ended]) -> None:
     assert failing(ended, SECTION) is None
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        slots((0, 21), (2, 0)),
+        slots((0, 1000), (2, 0)),
+        slots((0, 1000)),
+        slots((0, 21), (2, 1)),
+        slots((0, 21), *[(2, 0)] * 7),
+        slots((0, 21), (2, 1), *[(2, 0)] * 14),
+        slots((0, 21), (0, 2), *[(2, 0)] * 6),
+    ],
+)
+def test_a_job_goes_on_while_one_slot_fails_on_all_hosts(ended: list[Ended]) -> None:
+    assert failing(ended, SECTION) is None
+
+
+@pytest.mark.parametrize(
+    ("ended", "errors"),
+    [
+        (slots((0, 5), (0, 5)), 10),
+        (slots((0, 21), (2, 3), (0, 3)), 27),
+        (slots(*[(0, 1)] * 10), 10),
+        (slots(*[(0, 2)] * 4, *[(2, 0)] * 4), 8),
+    ],
+)
+def test_a_job_fails_when_half_of_the_tasks_did_in_several_slots(ended: list[Ended], errors: int) -> None:
+    found = failing(ended, SECTION)
+    assert found is not None and (found.errors, found.tasks) == (errors, len(ended))
 
 
 def test_number_and_share_are_the_admin_s() -> None:
@@ -260,10 +307,58 @@ def test_a_dry_run_only_says_that_the_job_would_stop(project: TinyProject, caplo
 
 
 def _ten_errors(project: TinyProject, tasks: Sequence[dict[str, Any]]) -> None:
-    """Further results of the first task's workunit until ten have failed."""
+    """Further results of the first and the last task's workunit until ten have failed."""
     with project.db.transaction() as connection:
         for number in range(10):
-            row = {name: value for name, value in tasks[0].items() if name not in ("id", "mod_time")}
-            row |= {"name": f"{tasks[0]['name']}{number}", "server_state": int(ServerState.OVER), "hostid": number + 1}
+            task = tasks[-(number % 2)]
+            row = {name: value for name, value in task.items() if name not in ("id", "mod_time")}
+            row |= {"name": f"{task['name']}{number}", "server_state": int(ServerState.OVER), "hostid": number + 1}
             row |= {"app_version_id": CPU} | CLIENT_ERROR
             connection.execute(database.result.insert(), row)
+
+
+def not_numbers(project: TinyProject, task: dict[str, Any]) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("boinc_project.contract.update._check_finite", lambda *a: None)
+        return project.changed_update(project.unit_of(task), lambda array: array * np.nan)
+
+
+def cut_short(project: TinyProject, task: dict[str, Any]) -> bytes:
+    return project.honest_update(project.unit_of(task))[:100]
+
+
+def work(project: TinyProject) -> None:
+    """What transitioner, validator and assimilator do with what came back."""
+    project.transitioner.run_once()
+    project.validator().one_pass()
+    project.transitioner.run_once()
+    project.assimilator().one_pass()
+
+
+@pytest.mark.parametrize("microtasks", [2, 4, 8, 16])
+@pytest.mark.parametrize("upload", [None, not_numbers, cut_short])
+def test_a_slot_that_always_fails_is_skipped_and_training_goes_on(
+    microtasks: int, upload: Callable[[TinyProject, dict[str, Any]], bytes] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "microtasks_per_version = "
+    numbers = itertools.count(1)
+    with (
+        tiny_project(changes=((f"{key}2", f"{key}{microtasks}"),)) as project,
+        caplog.at_level(logging.WARNING),
+    ):
+        while project.job.current_version == 0 and (tasks := issue(project)):
+            slot_of = {row["workunit_name"]: row["slot"] for row in project.rows(gt_microtask)}
+            for task in tasks:
+                host = next(numbers)
+                if slot_of[project.unit_of(task)["name"]] > 0:
+                    project.answer(task, user=host, host=host)
+                elif upload is None:
+                    project.answer(task, None, user=host, host=host, **CLIENT_ERROR)
+                else:
+                    project.answer(task, upload(project, task), user=host, host=host)
+            work(project)
+        assert (project.job.state, project.job.current_version) == (JobState.RUNNING, 1)
+        assert "version 1 lacks slot 0: every try has failed" in caplog.text
+        assert not [record for record in caplog.records if record.levelno >= logging.CRITICAL]
+        project.generator().one_pass()
+        assert project.job.state == JobState.RUNNING
