@@ -12,12 +12,12 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from boinc_project import clock, size_classes, store
 from boinc_project.daemon import Options, Stopper
@@ -105,9 +105,11 @@ class Generator:
                 f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
             )
         if supply.hopeless(job.config, rows):
+            slots = supply.slots_of(rows)
             with self.database.read() as connection:
-                cause = store.commonest_error(connection, [str(row["workunit_name"]) for row in rows])
-            self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
+                cause = store.commonest_error(connection, list(slots))
+            reason = f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}"
+            self._fail(job, reason, slots)
             return True
         if self._is_failing(job, rows):
             return True
@@ -165,8 +167,7 @@ class Generator:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""
         slots = supply.slots_of(rows)
         with self.database.read() as connection:
-            ended = store.ended_tasks(connection, slots)
-            found = supply.failing(ended, job.config.supply)
+            found = supply.failing(store.ended_tasks(connection, slots), job.config.supply)
             if found is None:
                 return False
             cause = store.commonest_error(connection, list(slots))
@@ -175,11 +176,7 @@ class Generator:
             f"{found.errors} of {found.tasks} tasks of version {job.current_version} failed on {found.hosts} hosts"
             f"{', all of them with ' if which else ''}{which}{cause}"
         )
-        if self._fail(job, reason):
-            for each in (one for one in ended if one.errors):  # nobody's host is to blame
-                self.database.repeated(
-                    partial(store.give_back_quota, ended=each, daily_result_quota=self.tree.config.daily_result_quota)
-                )
+        self._fail(job, reason, slots)
         return True
 
     def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
@@ -250,15 +247,20 @@ class Generator:
         self.advised.add(job.id)
         log.info("[JOB %s] %s", job.name, download_advice(job.config, state[0].size))
 
-    def _fail(self, job: JobRow, reason: str) -> bool:
-        """Stop the job with the reason, until an admin resumes it; False if it has stopped or gone on by itself."""
-        stopped = not self.options.dry_run and self._stop(job, JobState.FAILED, reason)
-        if stopped or self.options.dry_run:
+    def _fail(self, job: JobRow, reason: str, forgiven: Mapping[str, int] | None = None) -> None:
+        """Stop the job with the reason, until an admin resumes it, unless it has stopped or gone on by itself. Hosts
+        are not to blame for the errors of the `forgiven` workunits (name -> slot)."""
+        if self.options.dry_run or self._stop(job, JobState.FAILED, reason, forgiven):
             log.critical("[JOB %s] stopped: %s", job.name, reason)
-        return stopped
 
-    def _stop(self, job: JobRow, state: JobState, note: str) -> bool:
-        return self.database.repeated(lambda connection: store.stop_job(connection, job, state, note))
+    def _stop(self, job: JobRow, state: JobState, note: str, forgiven: Mapping[str, int] | None = None) -> bool:
+        def stop(connection: Connection) -> bool:
+            stopped = store.stop_job(connection, job, state, note)
+            if stopped and forgiven:
+                store.forgive(connection, job, forgiven, self.tree.config.daily_result_quota)
+            return stopped
+
+        return self.database.repeated(stop)
 
     def _wait_for_transitioner(self, appid: int) -> None:
         """Count again only when the results of what was issued exist."""
