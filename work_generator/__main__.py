@@ -1,6 +1,7 @@
 """The work generator daemon: keeps each running job supplied with workunits and its old files retired.
 
     main -> run_passes -> one_pass -> for each job: finished or failing? -> issue -> help stragglers -> retire
+                                   -> then: hosts that fail everything get one task a day
 
 It follows sched/sample_work_generator.cpp: stage the files, insert the workunit last, then wait until the
 transitioner has made the results before counting again.
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -29,9 +31,9 @@ from boinc_project.rows import read_rows
 from boinc_project.standard.install import is_standard
 from boinc_project.states import NEVER, ServerState
 from boinc_project.store import JobRow
-from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
+from boinc_project.supply_limits import BROKEN_AFTER, MAX_ATTEMPTS, download_advice
 from boinc_project.templates import TemplateError
-from work_generator import issue, retire, speed_classes, supply, workunits
+from work_generator import broken_hosts, issue, retire, speed_classes, supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
 DEFAULT_SLEEP_S = 5.0
@@ -84,6 +86,7 @@ class Generator:
             for job in every_job:
                 if self.options.takes_job(job.id):
                     self._take_back(job)
+            self._limit_broken_hosts()
         return worked
 
     def _supply(self, job: JobRow) -> bool:
@@ -338,6 +341,18 @@ class Generator:
         retire.cancel_unsent(self.database, job, self.settled)
         if self.retired.get(job.id) != job.current_version and retire.retire_files(self.database, self.tree, job):
             self.retired[job.id] = job.current_version
+
+    def _limit_broken_hosts(self) -> None:
+        """Give hosts that fail everything one task a day (broken_hosts.py)."""
+        with self.database.read() as connection:
+            found = broken_hosts.find(connection, self.appid, self.tree.config.daily_result_quota)
+            named = {v: store.app_version_text(connection, v) for v in {each.app_version for each in found}}
+        for each in found:
+            why = f"[HOST#{each.host}] its newest {BROKEN_AFTER} tasks with {named[each.app_version]} all failed"
+            if self.options.dry_run:
+                self._once(f"{why}; it would get one task a day")
+            elif self.database.repeated(partial(broken_hosts.demote, appid=self.appid, each=each)):
+                log.warning("%s; it gets one task a day until one succeeds", why)
 
     def _once(self, text: str) -> None:
         if text not in self.reported:

@@ -243,6 +243,9 @@ def test_a_host_whose_quota_a_bad_batch_took_whole_gets_it_back_whole(project: T
     assert project.job.state == JobState.FAILED
     kept = {row["host_id"]: row["max_jobs_per_day"] for row in project.rows(database.host_app_version)}
     assert kept == {1: quota, 2: 10}
+    for _ in range(2):
+        project.generator().one_pass()
+    assert kept == {row["host_id"]: row["max_jobs_per_day"] for row in project.rows(database.host_app_version)}
 
 
 @both_databases
