@@ -310,6 +310,10 @@ class Applier:
             made.samples,
             "unknown" if loss is None else f"{loss:.5g}",
         )
+        skipped = set(range(job.config.train.microtasks_per_version)) - {int(row["slot"]) for row in chosen}
+        if skipped and not job.config.policy.flow:
+            named = ", ".join(f"slot {slot}" for slot in sorted(skipped))
+            log.warning("[JOB %s] version %d lacks %s: every try has failed", job.name, version, named)
 
     def _stage(self, job: JobRow, version: int, made: NewVersion, path: Path, digest: str) -> Published:
         """Put the version's file where clients download it: the whole state at `path`, or the delta."""

@@ -21,6 +21,15 @@ EXIT_ABORTED_BY_PROJECT = 202
 #: Exit statuses of tasks that ended for no fault of their own: not begun before the deadline, ended by project or user.
 EXITS_WITHOUT_FAULT = (200, EXIT_ABORTED_BY_PROJECT, EXIT_ABORTED_VIA_GUI)
 
+#: Numbers for the programs of volunteers' own, for each app (host_app_version.app_version_id).
+ANONYMOUS_SPAN = 1_000_000
+
+
+def host_version_id(appid: int, app_version_id: int) -> int:
+    """host_app_version.app_version_id of a result: its app version, or a number made from app and resource for the
+    anonymous platform, whose numbers are negative (sched/sched_version.cpp)."""
+    return app_version_id if app_version_id >= 0 else appid * ANONYMOUS_SPAN - app_version_id
+
 
 class ServerState(IntEnum):
     """`result.server_state`: where one instance of a workunit is."""

@@ -38,8 +38,17 @@ from boinc_project.gt_tables import (
 )
 from boinc_project.job_config import JobConfig
 from boinc_project.job_folder import JobFacts, JobFolder, Published, leads
+from boinc_project.reliability import is_distrusted, kind_of
 from boinc_project.rows import Key, read_rows, update_rows
-from boinc_project.states import EXITS_WITHOUT_FAULT, AssimilateState, Outcome, ServerState, TransitionerFlags
+from boinc_project.states import (
+    EXITS_WITHOUT_FAULT,
+    AssimilateState,
+    Outcome,
+    ServerState,
+    TransitionerFlags,
+    host_version_id,
+)
+from boinc_project.supply_limits import BROKEN_AFTER
 
 Row = Mapping[str, Any]
 
@@ -481,54 +490,100 @@ def needing_validation(
 
 @dataclass(frozen=True)
 class Ended:
-    """How many tasks ended on one host with one app version: in success (whatever the validator says), in error."""
+    """How many tasks of a slot ended on one host with one app version: in success (whatever the validator says), in
+    error; `unreadable` errors were uploads that cannot be judged."""
 
     host: int
     app_version: int  # negative: the volunteer's own program
+    slot: int
     successes: int
     errors: int
+    unreadable: int = 0
 
 
-def ended_tasks(connection: Connection, workunit_names: Sequence[str]) -> list[Ended]:
-    """How the tasks of these workunits ended, by host and app version.
+def ended_tasks(connection: Connection, slots: Mapping[str, int]) -> list[Ended]:
+    """How the tasks of workunits ended, by host, app version and slot; `slots` has the slot of each by its name.
 
     Errors are those of the client and files that cannot be judged. Tasks that timed out, were aborted by project or
     user, or were lost with a client's state say nothing about the work and are not counted.
     """
-    columns = (result.c.hostid, result.c.app_version_id, result.c.outcome)
-    counts: Counter[tuple[int, int, bool]] = Counter()
-    for start in range(0, len(workunit_names), 500):
+    names = list(slots)
+    columns = (result.c.hostid, result.c.app_version_id, workunit.c.name, result.c.outcome)
+    counts: dict[tuple[int, int, int], Counter[Outcome]] = {}
+    for start in range(0, len(names), 500):
         query = (
             sa.select(*columns, sa.func.count())
             .join(workunit, workunit.c.id == result.c.workunitid)
             .where(
-                workunit.c.name.in_(list(workunit_names[start : start + 500])),
+                workunit.c.name.in_(names[start : start + 500]),
                 result.c.server_state == int(ServerState.OVER),
                 result.c.outcome.in_([int(Outcome.SUCCESS), int(Outcome.CLIENT_ERROR), int(Outcome.VALIDATE_ERROR)]),
                 result.c.exit_status.not_in(EXITS_WITHOUT_FAULT),
             )
             .group_by(*columns)
         )
-        for host_id, app_version_id, outcome, number in connection.execute(query):
-            counts[int(host_id), int(app_version_id), int(outcome) == Outcome.SUCCESS] += int(number)
-    pairs = sorted({(host_id, version) for host_id, version, _ in counts})
-    return [Ended(*pair, counts[(*pair, True)], counts[(*pair, False)]) for pair in pairs]
-
-
-def give_back_quota(connection: Connection, ended: Ended, daily_result_quota: int) -> None:
-    """Undo what a host's errors have cost it of its daily quota for an app version: one task each
-    (sched/sched_result.cpp), but no more than the project's own quota."""
-    kept = host_app_version.c
-    more = kept.max_jobs_per_day + ended.errors
-    connection.execute(
-        sa.update(host_app_version)
-        .where(
-            kept.host_id == ended.host,
-            kept.app_version_id == ended.app_version,
-            kept.max_jobs_per_day < daily_result_quota,
+        for host_id, app_version_id, name, outcome, number in connection.execute(query):
+            key = int(host_id), int(app_version_id), slots[str(name)]
+            counts.setdefault(key, Counter())[Outcome(outcome)] += int(number)
+    return [
+        Ended(
+            *key,
+            successes=by[Outcome.SUCCESS],
+            errors=by[Outcome.CLIENT_ERROR] + by[Outcome.VALIDATE_ERROR],
+            unreadable=by[Outcome.VALIDATE_ERROR],
         )
-        .values(max_jobs_per_day=sa.case((more > daily_result_quota, daily_result_quota), else_=more))
-    )
+        for key, by in sorted(counts.items())
+    ]
+
+
+def forgive(connection: Connection, job: JobRow, slots: Mapping[str, int], daily_result_quota: int) -> None:
+    """Undo what the errors of these workunits (name -> slot) have cost their hosts, who are not to blame: quota, and
+    what unreadable uploads speak against them in gt_trust. Belongs into the transaction that stops the job."""
+    errors: Counter[tuple[int, int]] = Counter()
+    unreadable: Counter[int] = Counter()
+    for each in ended_tasks(connection, slots):
+        if each.errors:
+            errors[each.host, host_version_id(job.appid, each.app_version)] += each.errors
+            unreadable[each.host] += each.unreadable
+    freed = _forgive_uploads(connection, kind_of(job.config.mode, job.facts.graph.sha256), +unreadable)
+    if daily_result_quota:
+        _give_back_quota(connection, errors, freed, daily_result_quota)
+
+
+def _forgive_uploads(connection: Connection, kind: str, unreadable: Mapping[int, int]) -> set[int]:
+    """Take so many faulty results from these hosts' records; returns those that are no longer distrusted."""
+    key, now = ("host_id", "kind"), clock.now()
+    present = read_rows(connection, gt_trust, key, [(host_id, kind) for host_id in unreadable], key)
+    rows = read_rows(connection, gt_trust, key, present, lock=True)
+    changes: dict[Key, Row] = {}
+    freed = set()
+    for identity, row in rows.items():
+        number = unreadable[int(row["host_id"])]
+        fewer = {"faulty": max(0, row["faulty"] - number), "bad": max(0.0, row["bad"] - number)}
+        changes[identity] = fewer
+        if is_distrusted(row, now) and not is_distrusted({**row, **fewer}, now):
+            freed.add(int(row["host_id"]))
+    update_rows(connection, gt_trust, key, changes)
+    return freed
+
+
+def _give_back_quota(
+    connection: Connection, errors: Mapping[tuple[int, int], int], freed: set[int], daily_result_quota: int
+) -> None:
+    """Each error has cost one task a day (sched/sched_result.cpp); ten in a row, or the loss of trust that now ends
+    (`freed`), all but one. No host gets more than the project's own quota."""
+    key = ("host_id", "app_version_id")
+    present = read_rows(connection, host_app_version, key, errors, key)
+    rows = read_rows(connection, host_app_version, key, present, [*key, "max_jobs_per_day"], lock=True)
+    changes: dict[Key, Row] = {}
+    for identity, row in rows.items():
+        host_id, version, left = int(row["host_id"]), int(row["app_version_id"]), int(row["max_jobs_per_day"])
+        number = errors[host_id, version]
+        whole = number >= BROKEN_AFTER or host_id in freed
+        if 0 < left < daily_result_quota:  # 0: it has never been set
+            more = daily_result_quota if whole else min(left + number, daily_result_quota)
+            changes[identity] = {"max_jobs_per_day": more}
+    update_rows(connection, host_app_version, key, changes)
 
 
 def app_version_text(connection: Connection, identifier: int) -> str:

@@ -9,6 +9,9 @@ DELTA_SHARE = (1 + 4 / DELTA_CODEC.block) / 4
 MAX_ATTEMPTS = 3
 """Workunits for one slot of a round; when so many have failed, its samples are skipped and reported."""
 
+BROKEN_AFTER = 10
+"""Errors in a row with one app version after which a host gets one task a day (work_generator/broken_hosts.py)."""
+
 
 def least_seconds_per_task(
     download_bytes: float, host_bytes_per_s: float, hosts: int, egress_bytes_per_s: float

@@ -44,7 +44,7 @@ from boinc_project.database import (
 from boinc_project.gt_tables import gt_trust
 from boinc_project.reliability import EVIDENCE, faded, is_distrusted
 from boinc_project.rows import Key, read_rows, update_rows
-from boinc_project.states import ValidateState
+from boinc_project.states import ValidateState, host_version_id
 from validator.decision import ResultChange
 
 Row = Mapping[str, Any]
@@ -91,10 +91,8 @@ class Policy:
 
 
 def generalized_version_id(row: Row) -> int:
-    """host_app_version.app_version_id of a result: its app version, or a number made from app and resource for
-    the anonymous platform (sched/sched_version.cpp)."""
-    version = int(row["app_version_id"])
-    return version if version >= 0 else int(row["appid"]) * 1_000_000 - version
+    """host_app_version.app_version_id of a result."""
+    return host_version_id(int(row["appid"]), int(row["app_version_id"]))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The work generator daemon: keeps each running job supplied with workunits and its old files retired.
 
     main -> run_passes -> one_pass -> for each job: finished or failing? -> issue -> help stragglers -> retire
+                                   -> then: hosts that fail everything get one task a day
 
 It follows sched/sample_work_generator.cpp: stage the files, insert the workunit last, then wait until the
 transitioner has made the results before counting again.
@@ -12,12 +13,13 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
 
 from boinc_project import clock, size_classes, store
 from boinc_project.daemon import Options, Stopper
@@ -29,9 +31,9 @@ from boinc_project.rows import read_rows
 from boinc_project.standard.install import is_standard
 from boinc_project.states import NEVER, ServerState
 from boinc_project.store import JobRow
-from boinc_project.supply_limits import MAX_ATTEMPTS, download_advice
+from boinc_project.supply_limits import BROKEN_AFTER, MAX_ATTEMPTS, download_advice
 from boinc_project.templates import TemplateError
-from work_generator import issue, retire, speed_classes, supply, workunits
+from work_generator import broken_hosts, issue, retire, speed_classes, supply, workunits
 
 ABOUT = "Issues the microtasks of all running jobs as workunits and retires published files nobody needs."
 DEFAULT_SLEEP_S = 5.0
@@ -84,6 +86,7 @@ class Generator:
             for job in every_job:
                 if self.options.takes_job(job.id):
                     self._take_back(job)
+            self._limit_broken_hosts()
         return worked
 
     def _supply(self, job: JobRow) -> bool:
@@ -105,9 +108,11 @@ class Generator:
                 f"[JOB {job.name}] version {job.current_version}, slot {slot} failed on every try; it is skipped"
             )
         if supply.hopeless(job.config, rows):
+            slots = supply.slots_of(rows)
             with self.database.read() as connection:
-                cause = store.commonest_error(connection, [str(row["workunit_name"]) for row in rows])
-            self._fail(job, f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}")
+                cause = store.commonest_error(connection, list(slots))
+            reason = f"every microtask of version {job.current_version} failed {MAX_ATTEMPTS} times{cause}"
+            self._fail(job, reason, slots)
             return True
         if self._is_failing(job, rows):
             return True
@@ -163,23 +168,18 @@ class Generator:
 
     def _is_failing(self, job: JobRow, rows: Sequence[store.Row]) -> bool:
         """Stop the job if most tasks of its current version fail; returns whether it was so."""
-        names = [str(row["workunit_name"]) for row in rows if row["state"] != MicrotaskState.CANCELLED]
+        slots = supply.slots_of(rows)
         with self.database.read() as connection:
-            ended = store.ended_tasks(connection, names)
-            found = supply.failing(ended, job.config.supply)
+            found = supply.failing(store.ended_tasks(connection, slots), job.config.supply)
             if found is None:
                 return False
-            cause = store.commonest_error(connection, names)
+            cause = store.commonest_error(connection, list(slots))
             which = "" if found.app_version is None else store.app_version_text(connection, found.app_version)
         reason = (
             f"{found.errors} of {found.tasks} tasks of version {job.current_version} failed on {found.hosts} hosts"
             f"{', all of them with ' if which else ''}{which}{cause}"
         )
-        if self._fail(job, reason):
-            for each in (one for one in ended if one.errors):  # nobody's host is to blame
-                self.database.repeated(
-                    partial(store.give_back_quota, ended=each, daily_result_quota=self.tree.config.daily_result_quota)
-                )
+        self._fail(job, reason, slots)
         return True
 
     def _issue(self, job: JobRow, issues: Sequence[supply.Issue]) -> bool:
@@ -250,15 +250,20 @@ class Generator:
         self.advised.add(job.id)
         log.info("[JOB %s] %s", job.name, download_advice(job.config, state[0].size))
 
-    def _fail(self, job: JobRow, reason: str) -> bool:
-        """Stop the job with the reason, until an admin resumes it; False if it has stopped or gone on by itself."""
-        stopped = not self.options.dry_run and self._stop(job, JobState.FAILED, reason)
-        if stopped or self.options.dry_run:
+    def _fail(self, job: JobRow, reason: str, forgiven: Mapping[str, int] | None = None) -> None:
+        """Stop the job with the reason, until an admin resumes it, unless it has stopped or gone on by itself. Hosts
+        are not to blame for the errors of the `forgiven` workunits (name -> slot)."""
+        if self.options.dry_run or self._stop(job, JobState.FAILED, reason, forgiven):
             log.critical("[JOB %s] stopped: %s", job.name, reason)
-        return stopped
 
-    def _stop(self, job: JobRow, state: JobState, note: str) -> bool:
-        return self.database.repeated(lambda connection: store.stop_job(connection, job, state, note))
+    def _stop(self, job: JobRow, state: JobState, note: str, forgiven: Mapping[str, int] | None = None) -> bool:
+        def stop(connection: Connection) -> bool:
+            stopped = store.stop_job(connection, job, state, note)
+            if stopped and forgiven:
+                store.forgive(connection, job, forgiven, self.tree.config.daily_result_quota)
+            return stopped
+
+        return self.database.repeated(stop)
 
     def _wait_for_transitioner(self, appid: int) -> None:
         """Count again only when the results of what was issued exist."""
@@ -336,6 +341,18 @@ class Generator:
         retire.cancel_unsent(self.database, job, self.settled)
         if self.retired.get(job.id) != job.current_version and retire.retire_files(self.database, self.tree, job):
             self.retired[job.id] = job.current_version
+
+    def _limit_broken_hosts(self) -> None:
+        """Give hosts that fail everything one task a day (broken_hosts.py)."""
+        with self.database.read() as connection:
+            found = broken_hosts.find(connection, self.appid, self.tree.config.daily_result_quota)
+            named = {v: store.app_version_text(connection, v) for v in {each.app_version for each in found}}
+        for each in found:
+            why = f"[HOST#{each.host}] its newest {BROKEN_AFTER} tasks with {named[each.app_version]} all failed"
+            if self.options.dry_run:
+                self._once(f"{why}; it would get one task a day")
+            elif self.database.repeated(partial(broken_hosts.demote, appid=self.appid, each=each)):
+                log.warning("%s; it gets one task a day until one succeeds", why)
 
     def _once(self, text: str) -> None:
         if text not in self.reported:

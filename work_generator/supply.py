@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,11 @@ def hopeless(config: JobConfig, microtasks: Sequence[Row]) -> bool:
     return not folded and len(given_up) >= config.aggregation.in_flight
 
 
+def slots_of(microtasks: Sequence[Row]) -> dict[str, int]:
+    """The slot of each workunit that was not withdrawn, by its name."""
+    return {str(m["workunit_name"]): int(m["slot"]) for m in microtasks if m["state"] != MicrotaskState.CANCELLED}
+
+
 def _by_slot(microtasks: Sequence[Row]) -> dict[int, list[Row]]:
     found: dict[int, list[Row]] = {}
     for row in microtasks:
@@ -105,27 +110,37 @@ class Failure:
 def failing(ended: Sequence[Ended], section: SupplySection) -> Failure | None:
     """Whether so many tasks of a version fail that issuing more would only cost volunteers their time and quota.
 
-    At least `failing_after` of them must have ended, `failing_share` of these in errors. No host counts for more
-    than its part, `failing_after` divided by the hosts that answered, and two hosts at least must have failed: one
-    broken computer, however fast it fails, is its owner's trouble and not the job's.
+    At least `failing_after` of them must have ended, `failing_share` of these in errors; both by hosts and by slots.
+    No host counts for more than its part, `failing_after` divided by the hosts that answered, and two hosts at least
+    must have failed: one broken computer, however fast it fails, is its owner's trouble and not the job's. The same
+    holds for slots: one whose samples nobody can compute is skipped after its last try, and the others go on.
     """
-    by_host: dict[int, list[Ended]] = {}
-    for each in ended:
-        by_host.setdefault(each.host, []).append(each)
-    hosts = {
-        host: (sum(e.errors for e in one), sum(e.errors + e.successes for e in one)) for host, one in by_host.items()
-    }
-    failed = [host for host, (errors, _) in hosts.items() if errors]
-    if not section.failing_after or len(failed) < 2:
-        return None
-    part = math.ceil(section.failing_after / len(hosts))
-    counted = sum(min(tasks, part) for _, tasks in hosts.values())
-    wrong = sum(errors * min(tasks, part) / tasks for errors, tasks in hosts.values())
-    if counted < section.failing_after or wrong < section.failing_share * counted - 1e-9:
+    hosts, slots = _tallies((each.host, each) for each in ended), _tallies((each.slot, each) for each in ended)
+    if not (_mostly_fail(hosts, section) and _mostly_fail(slots, section)):
         return None
     versions = {each.app_version for each in ended if each.errors}
-    errors, tasks = (sum(column) for column in zip(*hosts.values(), strict=True))
-    return Failure(errors, tasks, len(failed), versions.pop() if len(versions) == 1 else None)
+    errors, tasks = (sum(column) for column in zip(*hosts, strict=True))
+    failed = sum(1 for wrong, _ in hosts if wrong)
+    return Failure(errors, tasks, failed, versions.pop() if len(versions) == 1 else None)
+
+
+def _tallies(ended: Iterable[tuple[int, Ended]]) -> list[tuple[int, int]]:
+    """(errors, tasks) of each host or slot."""
+    found: dict[int, tuple[int, int]] = {}
+    for key, each in ended:
+        errors, tasks = found.get(key, (0, 0))
+        found[key] = errors + each.errors, tasks + each.errors + each.successes
+    return list(found.values())
+
+
+def _mostly_fail(tallies: Sequence[tuple[int, int]], section: SupplySection) -> bool:
+    """Whether tasks fail on or in at least two of these hosts or slots, none of which counts for more than its part."""
+    if not section.failing_after or sum(1 for errors, _ in tallies if errors) < 2:
+        return False
+    part = math.ceil(section.failing_after / len(tallies))
+    counted = sum(min(tasks, part) for _, tasks in tallies)
+    wrong = sum(errors * min(tasks, part) / tasks for errors, tasks in tallies)
+    return counted >= section.failing_after and wrong >= section.failing_share * counted - 1e-9
 
 
 def straggling(
