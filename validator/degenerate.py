@@ -32,7 +32,7 @@ def objection(update: Mapping[str, Array]) -> str:
     top = max(max(float(a.max()), -float(a.min())) for a in joined)
     if top < LEAST_MAGNITUDE:
         return f"no element of the update is larger than {top:.2g}"
-    if any(_varies(a, SHARE * top) for a in sorted(moving, key=lambda a: -a.size)):
+    if _varies(max(moving, key=len), SHARE * top) or any(_varies(a, SHARE * top) for a in moving):
         return ""
     return "every tensor of the update is one number, but for one element at most"
 

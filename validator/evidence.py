@@ -97,12 +97,13 @@ class Judge:
                 reading.tensors[identifier], reading.digests[identifier] = payload.update.tensors, payload.sha256
                 reading.metadata[identifier] = payload.update.metadata
         estimates, suspicions = dict[int, float](), dict[int, str]()
-        layout, unmarked = self._layout(types), None
-        if layout is not None and layout.owner.size and _is_plain(case):
+        layout, unmarked, plain = self._layout(types), None, _is_plain(case)
+        if layout is not None and plain and layout.owner.size:
             unmarked = Unmarked(layout, reading.tensors, reading.marks)
         elif layout is not None:
             blobs = fingerprints(list(reading.tensors.values()), layout)
             reading.marks.update(zip(reading.tensors, blobs, strict=True))
+        if layout is not None and not plain:
             estimates = self._estimates(case, reading, layout)
             alike = f"{kind}/{microtask.steps}"  # more steps make a longer update, with more metrics
             suspicions = self._suspicions(case, reading, layout, kind, alike, microtask.codec)

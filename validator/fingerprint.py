@@ -43,7 +43,8 @@ UNITS = 32767
 _TOGETHER = 8192  # elements of an update whose tensors are handled in one go
 _PLACE_BITS, _STEP_BITS = 13, 26  # of their places; of magnitudes, in steps below the largest of their tensor
 _OWNER_BIT = _PLACE_BITS + _STEP_BITS + 1
-_BLOCK = 64  # elements of a large tensor of which only the largest is looked at first
+_GROUP = 64  # elements of a large tensor of which only the largest is looked at first
+_SHORT_SUM, _SQUARED = 8192, (1e-12, 1e15)  # elements, and largest magnitudes, that float32 sums the squares of
 _WORK = ("gradient", "delta")  # families of what was computed; buffers and metrics only go along
 
 
@@ -194,21 +195,37 @@ def _of_large(updates: Sequence[Mapping[str, Array]], layout: Layout) -> tuple[A
 
 
 def _of_tensor(flat: Array, count: int) -> tuple[float, float, Array, Array]:
-    sizes = np.abs(flat)
-    places = _largest(sizes, count)
-    top = float(sizes[places[0]])
+    places = _largest(flat, count)
+    top = abs(float(flat[places[0]]))
     values = np.rint(flat[places] * np.float64(UNITS / top if top else 0.0))
-    return math.sqrt(squared_norm(flat)), top, places, values
+    return _norm(flat, top), top, places, values
 
 
-def _largest(sizes: Array, count: int) -> Array:
-    """Places of the largest elements, larger ones first, equal ones by place."""
-    candidates = np.arange(sizes.size)
-    blocks = sizes.size // _BLOCK
-    if blocks > 2 * count:  # no more than the count-th largest of the blocks' maxima is needed
-        maxima = sizes[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(axis=0)
-        candidates = np.flatnonzero(sizes >= np.partition(maxima, blocks - count)[blocks - count])
-    return candidates[np.argsort(-sizes[candidates], kind="stable")[:count]]
+def _norm(flat: Array, top: float) -> float:
+    """Norm of a tensor whose largest magnitude is `top`: by short sums in float32 where no square can leave it."""
+    if not _SQUARED[0] < top < _SQUARED[1] or flat.dtype != np.float32:
+        return math.sqrt(squared_norm(flat))
+    pieces = (flat[start : start + _SHORT_SUM] for start in range(0, flat.size, _SHORT_SUM))
+    return math.sqrt(sum(float(piece @ piece) for piece in pieces))
+
+
+def _largest(flat: Array, count: int) -> Array:
+    """Places of the elements of the largest magnitude, larger ones first, equal ones by place.
+
+    Of a large tensor the magnitudes are never all laid out: its elements are dealt to groups, of which no more than
+    those with the `count` largest maxima can hold any of them.
+    """
+    groups = flat.size // _GROUP
+    if groups <= 2 * count:
+        candidates = np.arange(flat.size)
+    else:
+        dealt = flat[: groups * _GROUP].reshape(_GROUP, groups)  # a group is a column
+        maxima = np.maximum(dealt.max(axis=0), -dealt.min(axis=0))
+        least = np.partition(maxima, groups - count)[groups - count]
+        inside = np.arange(_GROUP)[:, None] * groups + np.flatnonzero(maxima >= least)
+        candidates = np.concatenate((inside.reshape(-1), np.arange(groups * _GROUP, flat.size)))
+        candidates = np.sort(candidates[np.abs(flat[candidates]) >= least])
+    return candidates[np.argsort(-np.abs(flat[candidates]), kind="stable")[:count]]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ Modes:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -204,10 +205,15 @@ def essentials(text: str | bytes) -> Essentials:
     document = json.loads(text)
     seed = CodecSeed(document["seed"], document["base_version"], document["slot"])
     named = dict(document["codec"])
-    part = Part(**named.pop("part", {}))
-    codec = Codec(**named, part=part, seed=seed)
+    part = named.pop("part", {})
+    codec = _codec(tuple(named.items()), tuple(part.items())).seeded(seed)
     graph, ships_state = document["files"][GRAPH_FILE]["sha256"], "inner_step" in document
     return Essentials(document["mode"], len(document["batches"]), codec, graph, ships_state)
+
+
+@functools.lru_cache(maxsize=64)  # nearly the same one in all documents of a job
+def _codec(named: tuple[tuple[str, Any], ...], part: tuple[tuple[str, Any], ...]) -> Codec:
+    return Codec(**dict(named), part=Part(**dict(part)))
 
 
 def _from_document(take: Taker) -> Microtask:

@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -33,6 +33,7 @@ from boinc_project.contract.tensorfile import FileTensor
 
 FORMAT = "boinc-train-update"
 MAX_METADATA_BYTES = 64 << 10
+_CACHED = 8192  # elements as float64 that stay in the processor's cache
 LARGEST = 1e18  # magnitude of an element: float32 holds its square, and the sum of a hundred of them
 ENCODED_PREFIXES = ("gradient/", "delta/")
 
@@ -70,7 +71,7 @@ def family_of(name: str) -> str:
 
 def file_types(types: Mapping[str, TensorType], codec: Codec) -> Mapping[str, FileTensor]:
     """Name -> type of every tensor in the file: the encoded ones replaced by their codes."""
-    return _file_form(tuple(types.items()), codec, _drawn(codec))[0]
+    return _file_form(tuple(types.items()), codec, _drawn(codec)).tensors
 
 
 def _drawn(codec: Codec) -> CodecSeed | None:
@@ -78,21 +79,27 @@ def _drawn(codec: Codec) -> CodecSeed | None:
     return codec.seed if codec.part.is_strided else None
 
 
+class _FileForm(NamedTuple):
+    """Types of the tensors in the file of an update, those of the update that are encoded, and most bytes of it."""
+
+    tensors: Mapping[str, FileTensor]
+    coded: Mapping[str, TensorType]
+    max_bytes: int
+
+
 @functools.lru_cache(maxsize=64)  # the same for all updates of a job; a server asks for each of them
-def _file_form(
-    types: tuple[tuple[str, TensorType], ...], codec: Codec, _seed: CodecSeed | None
-) -> tuple[Mapping[str, FileTensor], int]:
-    """Types of the file's tensors, and the most bytes of an honest one before compression."""
+def _file_form(types: tuple[tuple[str, TensorType], ...], codec: Codec, _seed: CodecSeed | None) -> _FileForm:
     coded = {name: kind for name, kind in types if name.startswith(ENCODED_PREFIXES)}
     plain = {name: FileTensor(kind.dtype, kind.shape) for name, kind in types if name not in coded}
     found = {**codec.encoded_types(coded), **plain}
-    return found, 4096 + 2 * MAX_METADATA_BYTES + sum(kind.nbytes + 2 * len(n) + 200 for n, kind in found.items())
+    inside = 4096 + 2 * MAX_METADATA_BYTES + sum(kind.nbytes + 2 * len(n) + 200 for n, kind in found.items())
+    most = inside + inside // 128 + 1024 if codec.compression == "zstd" else inside
+    return _FileForm(found, coded, most)
 
 
 def max_update_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
     """No honest update file is larger: data, header, metadata, and zstd's worst expansion. In bytes."""
-    inside = _file_form(tuple(types.items()), codec, _drawn(codec))[1]
-    return inside + inside // 128 + 1024 if codec.compression == "zstd" else inside
+    return _file_form(tuple(types.items()), codec, _drawn(codec)).max_bytes
 
 
 def write_update(
@@ -145,10 +152,10 @@ class OpenUpdate:
 
 def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> Update:
     """Check and decode a stranger's file. Raises InvalidResult; nothing larger than it should be is allocated."""
-    file = _checked_file(data, types, codec, microtask_digest)
-    encoded = {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)}
+    form = _file_form(tuple(types.items()), codec, _drawn(codec))
+    file = _checked_file(data, form, codec, microtask_digest)
     with np.errstate(invalid="ignore", over="ignore"):
-        tensors = codec.decode(file.tensors, encoded)
+        tensors = codec.decode(file.tensors, form.coded)
     tensors.update({n: file.tensors[n] for n in types if n not in tensors})
     _check_finite(tensors, InvalidResult)
     return Update(tensors, file.metadata)
@@ -157,30 +164,29 @@ def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, micr
 def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> OpenUpdate:
     """Check a file without decoding it. What it holds is finite; what it decodes to may still overflow, which is
     for `read_update` to find. Raises InvalidResult."""
-    file = _checked_file(data, types, codec, microtask_digest)
+    form = _file_form(tuple(types.items()), codec, _drawn(codec))
+    file = _checked_file(data, form, codec, microtask_digest)
     _check_finite(file.tensors, InvalidResult)
     return OpenUpdate(file.tensors, types, codec, file.metadata)
 
 
-def _checked_file(
-    data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str
-) -> tensorfile.TensorFile:
+def _checked_file(data: bytes, form: _FileForm, codec: Codec, microtask_digest: str) -> tensorfile.TensorFile:
     """The tensors and metadata that belong there, with any values."""
-    limit = max_update_bytes(types, codec)
+    limit = form.max_bytes
     if not data:
         raise InvalidResult("the update file is empty", fault="empty")
     if len(data) > limit:
         raise InvalidResult(f"the update file has {len(data)} bytes, more than {limit}", fault="too_large")
     if codec.compression == "zstd":
         data = canonical.decompress(data, limit, "update", InvalidResult)
-    file = tensorfile.from_bytes(data, file_types(types, codec), "update", InvalidResult)
+    file = tensorfile.from_bytes(data, form.tensors, "update", InvalidResult)
     if file.metadata.get("format") != FORMAT:
         raise InvalidResult("this is not an update file", fault="format")
     if file.metadata.get("microtask") != microtask_digest:
         raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
     if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
         raise InvalidResult("the update's metadata is too long", fault="too_large")
-    codec.check(file.tensors, {n: t for n, t in types.items() if n.startswith(ENCODED_PREFIXES)})
+    codec.check(file.tensors, form.coded)
     return file
 
 
@@ -199,9 +205,11 @@ def judged_metrics(data: bytes, codec: Codec) -> dict[str, Array]:
 def squared_norm(array: Array) -> float:
     """Sum of squares in float64 (so that 3e38 does not overflow)."""
     flat = array.reshape(-1)
+    scratch = np.empty(min(_CACHED, flat.size))
     total = 0.0
-    for start in range(0, flat.size, 1 << 20):
-        piece = flat[start : start + (1 << 20)].astype(np.float64)
+    for start in range(0, flat.size, _CACHED):
+        piece = scratch[: min(_CACHED, flat.size - start)]
+        piece[...] = flat[start : start + _CACHED]
         total += float(piece @ piece)
     return total
 
@@ -211,7 +219,7 @@ def _check_finite(tensors: Mapping[str, Array], fault_type: type[ContractError])
     for name, array in tensors.items():
         if array.dtype.kind != "f" or array.size == 0:
             continue
-        top = float(np.abs(array).max())  # NaN propagates through max
+        top = max(float(array.max()), -float(array.min()))  # NaN propagates through max and min
         if not math.isfinite(top):
             raise fault_type(f"update tensor {name!r} holds NaN or infinity", fault="not_finite")
         if top > LARGEST:

@@ -42,6 +42,9 @@ def safe(scales: Array) -> Array:
 
 def scaled(codes: Array, scales: Array, block: int) -> Iterator[tuple[slice, Array]]:
     """(place, code times its block's scale): codes [n] of any number type, scales [blocks]."""
+    if codes.size <= block:
+        yield slice(0, codes.size), codes.astype(np.float32) * scales[:1]
+        return
     blocks = max(1, method.PIECE_ELEMENTS // block)
     room = np.empty((min(blocks, max(1, scales.size)), block), np.float32)
     whole = codes.size // block

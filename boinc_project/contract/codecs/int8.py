@@ -52,6 +52,16 @@ class Int8(Method):
     def pieces(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Iterator[tuple[slice, Array]]:
         return scaled(parts[CODES_SUFFIX], parts[SCALES_SUFFIX], self.block)
 
+    def decode(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Array:
+        codes, scales = parts[CODES_SUFFIX], parts[SCALES_SUFFIX]
+        found = np.empty(codes.size, np.float32)
+        whole = codes.size - codes.size % self.block
+        grid = found[:whole].reshape(-1, self.block)
+        np.multiply(codes[:whole].reshape(grid.shape), scales[: grid.shape[0], None], out=grid, dtype=np.float32)
+        if whole < codes.size:
+            np.multiply(codes[whole:], scales[-1], out=found[whole:], dtype=np.float32)
+        return found.reshape(shape)
+
     def spread(self, distance: float) -> float:
         return rounded_apart(distance, 4 / 127)  # the largest of a block is some four times the root mean square
 
