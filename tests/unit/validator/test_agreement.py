@@ -245,3 +245,17 @@ def test_tensors_summed_together_have_the_distance_that_the_formula_gives(sizes:
             floor = m * np.sqrt(array.size / sum(sizes))
             expected = max(expected, np.linalg.norm(array.astype(float) - b[name]) / (mean + floor))
     assert distance(a, b) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_sums_that_were_kept_in_half_precision_are_told_apart(magnitude: float) -> None:
+    generator = np.random.default_rng(3)
+    inputs = generator.standard_normal((64, 48)).astype(np.float32)
+    errors = (magnitude * generator.standard_normal((64, 32))).astype(np.float32)
+    half = np.zeros((48, 32), np.float16)
+    for x, e in zip(inputs, errors, strict=True):
+        half = half + np.outer(x, e).astype(np.float16)
+    exact = {"gradient/a": inputs.T @ errors}
+    reordered = {"gradient/a": np.ascontiguousarray(inputs[::-1]).T @ np.ascontiguousarray(errors[::-1])}
+    assert distance(exact, reordered) < 1e-6
+    assert distance(exact, {"gradient/a": half.astype(np.float32)}) > TOLERANCE
