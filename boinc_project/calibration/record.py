@@ -190,6 +190,11 @@ def check(config: JobConfig, bound_to: str, found: Calibration | None) -> list[s
         _check_local_steps(config, fresh, stale=bool(notes))
     if fresh is not None:
         notes += _tolerance_notes(config, fresh)
+    elif config.inner_optimizer is not None and not notes and not _has_other_evidence(config):
+        notes.append(
+            f"tolerance {config.workunit.tolerance:g} is a guess: after few local steps results of reduced precision"
+            " (TF32, float16) lie within it; run boinc-train calibrate, which proposes one for this job"
+        )
     return notes
 
 
@@ -200,6 +205,10 @@ def steps_allowed(config: JobConfig, fresh: Calibration | None) -> int:
     return 0 if _small_eps(config) else DEFAULT_STEPS
 
 
+def _has_other_evidence(config: JobConfig) -> bool:
+    return bool(config.trust.norm_bound and config.trust.loss_probe)
+
+
 def _small_eps(config: JobConfig) -> bool:
     inner = config.inner_optimizer
     return inner is not None and inner.kind == "adamw" and inner.eps < SMALL_EPS
@@ -207,7 +216,7 @@ def _small_eps(config: JobConfig) -> bool:
 
 def _check_local_steps(config: JobConfig, fresh: Calibration | None, stale: bool) -> None:
     steps, allowed = config.train.local_steps, steps_allowed(config, fresh)
-    if steps <= allowed or (config.trust.norm_bound and config.trust.loss_probe):
+    if steps <= allowed or _has_other_evidence(config):
         return
     if fresh is not None:
         why = f"honest copies of this job stay within {LIMIT:g} up to {allowed} local steps ({FILE})"
