@@ -21,6 +21,7 @@ from boinc_project.contract.codecs import Array, Codec
 from boinc_project.contract.errors import ContractError, InvalidResult, TransientError
 from boinc_project.contract.microtask import FileRef, essentials
 from boinc_project.contract.opset import TensorType
+from boinc_project.contract.update import update_form
 from boinc_project.database import Database
 from boinc_project.job_config import TrustSection
 from boinc_project.project_tree import ProjectTree
@@ -82,11 +83,11 @@ class Judge:
         microtask = essentials(str(case.task["document"]))
         kind = kind_of(microtask.mode, microtask.graph_sha256)
         types = case.job.folder.update_types(microtask.mode, microtask.steps, microtask.ships_state)
-        reading = Reading()
+        form, reading = update_form(types, microtask.codec), Reading()
         by_id = {int(row["id"]): row for row in case.results}
         for identifier in needed(case.unit, case.results):
             try:
-                payload = load(self.tree, by_id[identifier], types, microtask.codec, str(case.task["digest"]))
+                payload = load(self.tree, by_id[identifier], form, str(case.task["digest"]))
                 check_inner_state(payload.update, case.job.config.inner_optimizer)
             except InvalidResult as error:
                 reading.sanity[identifier] = (Sanity.INVALID, f"{error} ({error.fault})")

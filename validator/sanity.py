@@ -18,8 +18,7 @@ from boinc_project import templates
 from boinc_project.contract.codecs import Codec
 from boinc_project.contract.errors import InvalidResult, TransientError
 from boinc_project.contract.microtask import UPDATE_FILE
-from boinc_project.contract.opset import TensorType
-from boinc_project.contract.update import Update, max_update_bytes, read_update
+from boinc_project.contract.update import Update, UpdateForm
 from boinc_project.inner_state import objection
 from boinc_project.job_config import InnerOptimizerSection
 from boinc_project.project_tree import ProjectTree
@@ -40,14 +39,12 @@ class Payload:
     path: Path
 
 
-def load(
-    tree: ProjectTree, result: Mapping[str, Any], types: Mapping[str, TensorType], codec: Codec, microtask_digest: str
-) -> Payload:
+def load(tree: ProjectTree, result: Mapping[str, Any], form: UpdateForm, microtask_digest: str) -> Payload:
     """Read and check the output of a result. Raises InvalidResult or TransientError."""
     path = output_path(tree, result)
-    data = read_output(tree, path, max_update_bytes(types, codec))
-    update = read_update(data, types, codec, microtask_digest)
-    _check_weights(update, codec)
+    data = read_output(tree, path, form.max_bytes)
+    update = form.read(data, microtask_digest)
+    _check_weights(update, form.codec)
     return Payload(update, hashlib.sha256(data).hexdigest(), path)
 
 

@@ -18,8 +18,8 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -69,37 +69,76 @@ def family_of(name: str) -> str:
     return f"{family}.{rest.rpartition('.')[2]}" if family == "optimizer" else family
 
 
-def file_types(types: Mapping[str, TensorType], codec: Codec) -> Mapping[str, FileTensor]:
-    """Name -> type of every tensor in the file: the encoded ones replaced by their codes."""
-    return _file_form(tuple(types.items()), codec, _drawn(codec)).tensors
+@dataclass(frozen=True)
+class UpdateForm:
+    """What the file of an update must hold: made once for all copies of a microtask.
 
+    tensors    names and types of those in the file: the encoded ones replaced by their codes
+    coded      those of the update that are encoded
+    max_bytes  no honest update file is larger: data, header, metadata, and zstd's worst expansion
+    """
 
-def _drawn(codec: Codec) -> CodecSeed | None:
-    """The seed, where the sizes of what travels depend on it."""
-    return codec.seed if codec.part.is_strided else None
-
-
-class _FileForm(NamedTuple):
-    """Types of the tensors in the file of an update, those of the update that are encoded, and most bytes of it."""
-
+    types: Mapping[str, TensorType]
+    codec: Codec
     tensors: Mapping[str, FileTensor]
     coded: Mapping[str, TensorType]
     max_bytes: int
 
+    def read(self, data: bytes, microtask_digest: str) -> Update:
+        """Check and decode a stranger's file. Raises InvalidResult; nothing larger than it should be is allocated."""
+        file = self._checked(data, microtask_digest)
+        with np.errstate(invalid="ignore", over="ignore"):
+            tensors = self.codec.decode(file.tensors, self.coded)
+        tensors.update({n: file.tensors[n] for n in self.types if n not in tensors})
+        _check_finite(tensors, InvalidResult)
+        return Update(tensors, file.metadata)
 
-@functools.lru_cache(maxsize=64)  # the same for all updates of a job; a server asks for each of them
-def _file_form(types: tuple[tuple[str, TensorType], ...], codec: Codec, _seed: CodecSeed | None) -> _FileForm:
+    def open(self, data: bytes, microtask_digest: str) -> OpenUpdate:
+        """Check a file without decoding it. What it holds is finite; what it decodes to may still overflow, which is
+        for `read` to find. Raises InvalidResult."""
+        file = self._checked(data, microtask_digest)
+        _check_finite(file.tensors, InvalidResult)
+        return OpenUpdate(file.tensors, self.types, self.codec, file.metadata)
+
+    def _checked(self, data: bytes, microtask_digest: str) -> tensorfile.TensorFile:
+        """The tensors and metadata that belong there, with any values."""
+        if not data:
+            raise InvalidResult("the update file is empty", fault="empty")
+        if len(data) > self.max_bytes:
+            raise InvalidResult(f"the update file has {len(data)} bytes, more than {self.max_bytes}", fault="too_large")
+        if self.codec.compression == "zstd":
+            data = canonical.decompress(data, self.max_bytes, "update", InvalidResult)
+        file = tensorfile.from_bytes(data, self.tensors, "update", InvalidResult)
+        if file.metadata.get("format") != FORMAT:
+            raise InvalidResult("this is not an update file", fault="format")
+        if file.metadata.get("microtask") != microtask_digest:
+            raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
+        if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
+            raise InvalidResult("the update's metadata is too long", fault="too_large")
+        self.codec.check(file.tensors, self.coded)
+        return file
+
+
+def update_form(types: Mapping[str, TensorType], codec: Codec) -> UpdateForm:
+    """The form of updates of these types in this codec."""
+    # The seed counts where the sizes of what travels depend on it.
+    made = _form(tuple(types.items()), codec, codec.seed if codec.part.is_strided else None)
+    return made if made.codec.seed == codec.seed else replace(made, codec=codec)
+
+
+@functools.lru_cache(maxsize=64)  # the same for all updates of a job
+def _form(types: tuple[tuple[str, TensorType], ...], codec: Codec, _seed: CodecSeed | None) -> UpdateForm:
     coded = {name: kind for name, kind in types if name.startswith(ENCODED_PREFIXES)}
     plain = {name: FileTensor(kind.dtype, kind.shape) for name, kind in types if name not in coded}
     found = {**codec.encoded_types(coded), **plain}
     inside = 4096 + 2 * MAX_METADATA_BYTES + sum(kind.nbytes + 2 * len(n) + 200 for n, kind in found.items())
     most = inside + inside // 128 + 1024 if codec.compression == "zstd" else inside
-    return _FileForm(found, coded, most)
+    return UpdateForm(dict(types), codec, found, coded, most)
 
 
 def max_update_bytes(types: Mapping[str, TensorType], codec: Codec) -> int:
-    """No honest update file is larger: data, header, metadata, and zstd's worst expansion. In bytes."""
-    return _file_form(tuple(types.items()), codec, _drawn(codec)).max_bytes
+    """No honest update file is larger, in bytes."""
+    return update_form(types, codec).max_bytes
 
 
 def write_update(
@@ -151,43 +190,13 @@ class OpenUpdate:
 
 
 def read_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> Update:
-    """Check and decode a stranger's file. Raises InvalidResult; nothing larger than it should be is allocated."""
-    form = _file_form(tuple(types.items()), codec, _drawn(codec))
-    file = _checked_file(data, form, codec, microtask_digest)
-    with np.errstate(invalid="ignore", over="ignore"):
-        tensors = codec.decode(file.tensors, form.coded)
-    tensors.update({n: file.tensors[n] for n in types if n not in tensors})
-    _check_finite(tensors, InvalidResult)
-    return Update(tensors, file.metadata)
+    """Check and decode a stranger's file (UpdateForm.read)."""
+    return update_form(types, codec).read(data, microtask_digest)
 
 
 def open_update(data: bytes, types: Mapping[str, TensorType], codec: Codec, microtask_digest: str) -> OpenUpdate:
-    """Check a file without decoding it. What it holds is finite; what it decodes to may still overflow, which is
-    for `read_update` to find. Raises InvalidResult."""
-    form = _file_form(tuple(types.items()), codec, _drawn(codec))
-    file = _checked_file(data, form, codec, microtask_digest)
-    _check_finite(file.tensors, InvalidResult)
-    return OpenUpdate(file.tensors, types, codec, file.metadata)
-
-
-def _checked_file(data: bytes, form: _FileForm, codec: Codec, microtask_digest: str) -> tensorfile.TensorFile:
-    """The tensors and metadata that belong there, with any values."""
-    limit = form.max_bytes
-    if not data:
-        raise InvalidResult("the update file is empty", fault="empty")
-    if len(data) > limit:
-        raise InvalidResult(f"the update file has {len(data)} bytes, more than {limit}", fault="too_large")
-    if codec.compression == "zstd":
-        data = canonical.decompress(data, limit, "update", InvalidResult)
-    file = tensorfile.from_bytes(data, form.tensors, "update", InvalidResult)
-    if file.metadata.get("format") != FORMAT:
-        raise InvalidResult("this is not an update file", fault="format")
-    if file.metadata.get("microtask") != microtask_digest:
-        raise InvalidResult("the update belongs to another microtask", fault="wrong_microtask")
-    if len(canonical.dumps(dict(file.metadata))) > MAX_METADATA_BYTES + 1024:
-        raise InvalidResult("the update's metadata is too long", fault="too_large")
-    codec.check(file.tensors, form.coded)
-    return file
+    """Check a file without decoding it (UpdateForm.open)."""
+    return update_form(types, codec).open(data, microtask_digest)
 
 
 def judged_metrics(data: bytes, codec: Codec) -> dict[str, Array]:
