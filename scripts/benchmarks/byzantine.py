@@ -59,7 +59,8 @@ from scripts.benchmarks.simulations import LONG_INTERVALS, LONG_TASKS, Sections,
 
 DEFAULT_RULE = "geometric_median"
 ADAPTIVE_HOSTS, ADAPTIVE_SLOTS = 40, 100  # hosts, 5 % of which lie; microtasks of a version
-WARM_UP, MEASURED = 15, 10  # versions in which hosts earn their record, and after that
+#: Versions in which hosts earn their record, until the slowest has its 52 confirmed results, and after that.
+WARM_UP, MEASURED = 30, 20
 LIES = [name for name in ATTACKS if name != "none"]
 SYSTEM_LIES: Mapping[str, Callable[[int], Behaviour]] = {
     "sign_flip": lambda f: SignFlip(),
