@@ -22,8 +22,12 @@ SHARE = 1e-6  # of the update's largest magnitude: what is within it is the same
 _TOGETHER, _CHUNK = 8192, 4096
 
 
-def objection(update: Mapping[str, Array]) -> str:
-    """Why an update looks as if nothing had been computed, or ''. Only its gradients or deltas are looked at."""
+def objection(update: Mapping[str, Array], is_part: bool = False) -> str:
+    """Why an update looks as if nothing had been computed, or ''. Only its gradients or deltas are looked at.
+
+    `is_part`: only a part of the model travels. That it does not move at all is honest often (the bias before a batch
+    norm, the factor of an adapter beside one of zeros), and to compute it each time is not the server's to do.
+    """
     moving = [a.reshape(-1) for name, a in update.items() if name.startswith(("gradient/", "delta/")) and a.size]
     elements = sum(a.size for a in moving)
     if elements < LEAST_ELEMENTS:
@@ -31,7 +35,7 @@ def objection(update: Mapping[str, Array]) -> str:
     joined = [np.concatenate(moving)] if elements <= _TOGETHER else moving
     top = max(max(float(a.max()), -float(a.min())) for a in joined)
     if top < LEAST_MAGNITUDE:
-        return f"no element of the update is larger than {top:.2g}"
+        return "" if is_part else f"no element of the update is larger than {top:.2g}"
     if _varies(max(moving, key=len), SHARE * top) or any(_varies(a, SHARE * top) for a in moving):
         return ""
     return "every tensor of the update is one number, but for one element at most"

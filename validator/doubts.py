@@ -45,7 +45,8 @@ class Doubts:
         wanted = case.job.config.trust
         if decision.canonical is None:
             return decision, None
-        if evidence.replayed is None and (why := degenerate.objection(tensors[decision.canonical])):
+        is_part = bool(case.job.config.policy.parts_by)
+        if evidence.replayed is None and (why := degenerate.objection(tensors[decision.canonical], is_part)):
             return doubted(evidence, decision, why) if evidence.hopeless else Decision(replay=why), None
         if not (wanted.norm_bound or wanted.loss_probe):
             return decision, None

@@ -65,6 +65,12 @@ def test_what_was_computed_is_not(size: int, scale: float) -> None:
     assert not objection({"gradient/a": np.sign(flat) * np.float32(scale)})
 
 
+def test_a_part_of_a_model_may_stand_still_and_moves_by_no_constant() -> None:
+    still = {"delta/a": np.zeros(100, np.float32)}
+    assert objection(still) and not objection(still, is_part=True)
+    assert objection({"delta/a": np.ones(100, np.float32)}, is_part=True)
+
+
 def test_a_few_numbers_say_nothing_and_metrics_and_buffers_are_no_work() -> None:
     assert not objection({"gradient/a": np.ones(15, np.float32), "metric/loss": np.zeros(100, np.float32)})
     assert objection({"gradient/a": np.ones(16, np.float32), "buffer/mean": noise(100)})
@@ -88,7 +94,7 @@ def test_a_pair_that_agrees_on_one_is_refuted_and_honest_copies_win(project: Tin
 
 
 def test_what_the_data_say_is_accepted_however_it_looks(project: TinyProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(degenerate, "objection", lambda update: "it looks odd")
+    monkeypatch.setattr(degenerate, "objection", lambda update, is_part: "it looks odd")
     pair = [r for r in project.issue() if r["workunitid"] == 1]
     for result in pair:
         project.answer(result)
