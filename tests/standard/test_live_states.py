@@ -28,7 +28,7 @@ VALID = (ServerState.OVER, Outcome.SUCCESS, ValidateState.VALID)
 @pytest.fixture(scope="module")
 def job(project: LiveProject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateJob]:
     """Workunits of one round, of which each test takes some."""
-    with private_job(project, tmp_path_factory.mktemp("private"), slots=2 * AT_ONCE + 6) as made:
+    with private_job(project, tmp_path_factory.mktemp("private"), slots=2 * AT_ONCE + 7) as made:
         yield made
 
 
