@@ -6,6 +6,7 @@ project directory). Elements that stock BOINC does not know begin with `gt_`; it
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -156,8 +157,8 @@ class ProjectConfig:
             next_rpc_delay=values.number("next_rpc_delay", 0.0),
             gt_dry_rpc_delay=values.number("gt_dry_rpc_delay", 10.0),
             gt_hold_dry_reply=values.number("gt_hold_dry_reply", 3.0),
-            gt_drift_false_discoveries=values.number("gt_drift_false_discoveries", 0.01),
-            gt_drift_ratio=values.number("gt_drift_ratio", 2.0),
+            gt_drift_false_discoveries=values.number("gt_drift_false_discoveries", 0.01, 0, 1),
+            gt_drift_ratio=values.number("gt_drift_ratio", 2.0, 1, 1e6),
             resend_lost_results=values.flag("resend_lost_results"),
             send_result_abort=values.flag("send_result_abort"),
             report_grace_period=values.integer("report_grace_period", int(grace_hours * 3600)),
@@ -258,14 +259,18 @@ class _Elements:
             return False
         return self._texts[name] == "" or self.number(name, 0.0) != 0
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float, least: float = -math.inf, most: float = math.inf) -> float:
         text = self.text(name)
         if not text:
             return default
         try:
-            return float(text)
+            value = float(text)
         except ValueError:
-            raise ConfigError(f"{self._path}: <{name}> must be a number, not {text!r}") from None
+            value = math.nan
+        if not least <= value <= most:
+            limits = f" from {least:g} to {most:g}" if math.isfinite(least) and math.isfinite(most) else ""
+            raise ConfigError(f"{self._path}: <{name}> must be a number{limits}, not {text!r}")
+        return value
 
     def integer(self, name: str, default: int) -> int:
         return int(self.number(name, default))

@@ -112,3 +112,22 @@ def test_records_of_hosts_fit_a_terminal_and_only_remarks_that_there_are_need_a_
     for word in ("local", "steps", "0748e0", "reliable", "differs", "judged"):
         assert f" {word} " in text
     assert max(map(len, text.splitlines())) <= 80 and all(line[-1] in "┓┃┩│┘" for line in text.splitlines()[1:4])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limits"),
+    [
+        ("gt_drift_ratio", "often", "from 1 to 1e+06"),
+        ("gt_drift_ratio", "nan", "from 1 to 1e+06"),
+        ("gt_drift_ratio", "-2", "from 1 to 1e+06"),
+        ("gt_drift_false_discoveries", "5", "from 0 to 1"),
+    ],
+)
+def test_a_limit_of_drift_that_makes_no_sense_is_a_sentence(
+    project: TinyProject, name: str, value: str, limits: str
+) -> None:
+    config = project.tree.project_dir / "config.xml"
+    config.write_text(config.read_text().replace("</config>", f"<{name}>{value}</{name}></config>"))
+    code, text = ran(project, "show")
+    assert code != 0 and len(text.splitlines()) == 1
+    assert f"<{name}> must be a number {limits}, not '{value}'" in text
