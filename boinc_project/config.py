@@ -267,7 +267,7 @@ class _Elements:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not least <= value <= most:
+        if not math.isfinite(value) or not least <= value <= most:
             limits = f" from {least:g} to {most:g}" if math.isfinite(least) and math.isfinite(most) else ""
             raise ConfigError(f"{self._path}: <{name}> must be a number{limits}, not {text!r}")
         return value

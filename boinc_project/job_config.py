@@ -383,7 +383,9 @@ class CodecSection:
 class WorkunitSection:
     """[workunit]: BOINC's workunit fields of the same names, and how closely copies must agree."""
 
-    min_quorum: int = _key(_integer(1, 10, 2), "copies that must agree", default=2)
+    min_quorum: int = _key(
+        _integer(1, 10, 2), "copies that must be there; more than half of so many must agree", default=2
+    )
     target_nresults: int = _key(_integer(0, 20, 2), "copies issued at first; 0: min_quorum", default=0)
     max_error_results: int = _key(_integer(1, 100, 6), "errors after which the workunit fails", default=6)
     max_total_results: int = _key(
@@ -806,6 +808,13 @@ def _resolved(config: JobConfig, content: Mapping[str, Any], source: _Source) ->
             raise source.error(
                 "workunit", key, f"{key} in [workunit] is below target_nresults; make it at least as large"
             )
+    if config.trust.adaptive_replication and workunit.min_quorum > 2:
+        raise source.error(
+            "trust",
+            "adaptive_replication",
+            "adaptive_replication in [trust] begins with one copy and then wants two that agree, so that min_quorum ="
+            f" {workunit.min_quorum} in [workunit] would not hold; set min_quorum = 2, or leave it off",
+        )
     if config.trust.adaptive_replication and min(workunit.max_success_results, workunit.max_total_results - 1) < 2:
         raise source.error(
             "trust",

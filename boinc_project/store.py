@@ -46,6 +46,7 @@ from boinc_project.states import (
     Outcome,
     ServerState,
     TransitionerFlags,
+    ValidateState,
     host_version_id,
 )
 from boinc_project.supply_limits import BROKEN_AFTER
@@ -486,6 +487,24 @@ def needing_validation(
     if mod is not None:
         query = query.where(workunit.c.id % mod[0] == mod[1])
     return [int(each) for each in connection.execute(query.order_by(workunit.c.id).limit(limit)).scalars()]
+
+
+def judge_again(connection: Connection) -> int:
+    """Have the validator look again at our workunits whose copies have not agreed so far; returns their number."""
+    waiting = sa.select(result.c.workunitid).where(result.c.validate_state == int(ValidateState.INCONCLUSIVE))
+    ids = set(connection.scalars(waiting))
+    ours = sa.select(workunit.c.id).join(gt_microtask, gt_microtask.c.workunit_name == workunit.c.name)
+    changed = 0
+    for start in range(0, len(ids), 500):
+        open_ones = ours.where(
+            workunit.c.id.in_(sorted(ids)[start : start + 500]),
+            workunit.c.canonical_resultid == 0,
+            workunit.c.error_mask == 0,
+        )
+        names = list(connection.scalars(open_ones))
+        changed += len(names)
+        connection.execute(sa.update(workunit).where(workunit.c.id.in_(names)).values(need_validate=1))
+    return changed
 
 
 @dataclass(frozen=True)

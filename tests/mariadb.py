@@ -78,10 +78,13 @@ class MariaDb:
 
         assert SERVER is not None, MISSING
         self.port = self.port or free_port()
+        temporary = self.folder / "tmp"  # of its own: a server that starts deletes what others have in a common one
+        temporary.mkdir(exist_ok=True)
         command = [
             SERVER,
             "--no-defaults",
             f"--datadir={self.folder / 'data'}",
+            f"--tmpdir={temporary}",
             f"--socket={self.socket}",
             f"--pid-file={self.folder / 'server.pid'}",
             f"--user={getpass.getuser()}",

@@ -239,7 +239,8 @@ def _refuted_tables(connection: sa.Connection) -> list[Table]:
 
 
 def _drift_tables(connection: sa.Connection) -> list[Table]:
-    """Groups of hosts that drifted when the validator last looked; nothing where there are none."""
+    """Groups of hosts that drifted when the validator last looked, and those whose results are no vote; nothing where
+    there are none."""
     found = table(
         "group", "pairs", "median distance", "times the others'", "tested", "command", title="groups that drift"
     )
@@ -251,7 +252,12 @@ def _drift_tables(connection: sa.Connection) -> list[Table]:
         advice = "blocked" if name in blocked else f"boinc-train trust block {shlex.quote(name)}"
         numbers = (str(row["pairs"]), f"{row['median']:.2g}", f"{row['ratio']:.2g}", ago(float(row["test_time"])))
         found.add_row(escape(name), *numbers, escape(advice))
-    return [found] if found.row_count else []
+    without_vote = table("group", "since", "note", "command", title="blocked: their results are no vote")
+    for row in connection.execute(sa.select(gt_blocked).order_by(gt_blocked.c.name)).mappings():
+        name, since = str(row["name"]), ago(float(row["create_time"]))
+        command = f"boinc-train trust unblock {shlex.quote(name)}"
+        without_vote.add_row(escape(name), since, escape(str(row["note"])), escape(command))
+    return [each for each in (found, without_vote) if each.row_count]
 
 
 def refutation(connection: sa.Connection, row: store.Row) -> str:

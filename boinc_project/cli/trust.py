@@ -26,6 +26,7 @@ from validator.records import blocked_groups, judged_pairs, limits_of
 SHOWN = 30
 DIGEST_SHOWN = 6
 SORTS = ("host", "user", "version", "class", "device", "driver", "cpu")
+NUMBERED = ("host", "user", "version")  # by their ids in the database
 
 
 @click.group()
@@ -50,8 +51,9 @@ def show(project_dir: Path | None) -> None:
 def block(group: str, note: str, project_dir: Path | None) -> None:
     """Make results of GROUP (such as host:12 or class:cuda_gt) count as no vote; further copies are asked for."""
     sort, _, value = group.partition(":")
-    if sort not in SORTS or not value.strip():
-        raise Mistake(f"{group!r} is no group; write one of {', '.join(f'{each}:...' for each in SORTS)}")
+    if sort not in SORTS or value != value.strip() or not value or (sort in NUMBERED and not value.isdecimal()):
+        known = ", ".join(f"{each}:{'NUMBER' if each in NUMBERED else 'NAME'}" for each in SORTS)
+        raise Mistake(f"{group!r} is no group; write one of {known}, as trust show does")
     with open_project(project_dir).database() as database:
         store.create_own_tables(database)
 
@@ -69,11 +71,18 @@ def block(group: str, note: str, project_dir: Path | None) -> None:
 @click.argument("group")
 @project_option
 def unblock(group: str, project_dir: Path | None) -> None:
-    """Let results of GROUP vote again."""
+    """Let results of GROUP vote again, also those that wait for others to agree with them."""
     with open_project(project_dir).database() as database:
         store.create_own_tables(database)
-        delete = gt_blocked.delete().where(gt_blocked.c.name == group)
-        if not database.repeated(lambda connection: connection.execute(delete).rowcount):
+
+        def unblocked(connection: Connection) -> bool:
+            delete = gt_blocked.delete().where(gt_blocked.c.name == group)
+            found = bool(connection.execute(delete).rowcount)
+            if found:
+                store.judge_again(connection)
+            return found
+
+        if not database.repeated(unblocked):
             raise Mistake(f"{group!r} is not blocked; boinc-train trust show lists what is")
     click.echo(f"{group} votes again")
 

@@ -83,7 +83,16 @@ def test_a_drifting_driver_is_named_and_can_be_blocked_and_unblocked(project: Ti
 
 
 @pytest.mark.parametrize(
-    "words", [("block", "cuda_gt"), ("block", "host:"), ("block", "cards:1"), ("unblock", "host:1")]
+    "words",
+    [
+        ("block", "cuda_gt"),
+        ("block", "host:"),
+        ("block", "cards:1"),
+        ("unblock", "host:1"),
+        ("block", "host:abc"),
+        ("block", "host: 1"),
+        ("block", "user:-1"),
+    ],
 )
 def test_a_wrong_group_is_a_sentence_that_says_what_to_do(project: TinyProject, words: tuple[str, str]) -> None:
     code, text = ran(project, *words)
@@ -131,3 +140,21 @@ def test_a_limit_of_drift_that_makes_no_sense_is_a_sentence(
     code, text = ran(project, "show")
     assert code != 0 and len(text.splitlines()) == 1
     assert f"<{name}> must be a number {limits}, not '{value}'" in text
+
+
+@pytest.mark.usefixtures("each_database")
+def test_what_waited_for_a_blocked_host_is_judged_again_once_it_votes(project: TinyProject) -> None:
+    pair = [result for result in project.issue() if result["workunitid"] == 1]
+    assert ran(project, "block", "host:1", "--note", "a mistake")[0] == 0
+    assert "boinc-train trust unblock host:1" in drawn(status.render(project.db))
+    for user, result in enumerate(pair, 1):
+        project.answer(result, user=user)
+    project.transitioner.run_once()
+    project.validator().one_pass()
+    project.transitioner.run_once()
+    project.validator().one_pass()
+    assert not project.unit_of(pair[0])["canonical_resultid"]
+    assert ran(project, "unblock", "host:1") == (0, "host:1 votes again\n")
+    project.validator().one_pass()
+    assert project.unit_of(pair[0])["canonical_resultid"]
+    assert "blocked" not in drawn(status.render(project.db))

@@ -134,6 +134,8 @@ def test_config_of_a_standard_project_is_read(tmp_path: Path) -> None:
         (b"<boinc", "not well-formed"),
         (b"<boinc></boinc>", "no <boinc><config>"),
         (b"<boinc><config><max_wus_to_send>x</max_wus_to_send></config></boinc>", "max_wus_to_send"),
+        (b"<boinc><config><max_ncpus>inf</max_ncpus></config></boinc>", "max_ncpus> must be a number, not 'inf'"),
+        (b"<boinc><config><max_ncpus>nan</max_ncpus></config></boinc>", "max_ncpus> must be a number, not 'nan'"),
     ],
 )
 def test_wrong_config_is_one_sentence(tmp_path: Path, text: bytes, message: str) -> None:

@@ -204,6 +204,12 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         25,
         "needs room for second copies",
     ),
+    "one copy where four are wanted": (
+        "[optimizer]",
+        "[workunit]\nmin_quorum = 3\n[trust]\nadaptive_replication = true\n[optimizer]",
+        23,
+        "would not hold; set min_quorum = 2",
+    ),
     "betas": ("lr = 0.1", "lr = 0.1\nbetas = [0.9, 1.0]", 22, "two numbers from 0 to below 1"),
     "invalid TOML": ("seed = 1", "seed = = 1", 4, "is not valid TOML"),
     "key twice": ("seed = 1", "seed = 1\nseed = 2", 5, "is not valid TOML"),
