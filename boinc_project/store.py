@@ -492,19 +492,13 @@ def needing_validation(
 def judge_again(connection: Connection) -> int:
     """Have the validator look again at our workunits whose copies have not agreed so far; returns their number."""
     waiting = sa.select(result.c.workunitid).where(result.c.validate_state == int(ValidateState.INCONCLUSIVE))
-    ids = set(connection.scalars(waiting))
-    ours = sa.select(workunit.c.id).join(gt_microtask, gt_microtask.c.workunit_name == workunit.c.name)
-    changed = 0
-    for start in range(0, len(ids), 500):
-        open_ones = ours.where(
-            workunit.c.id.in_(sorted(ids)[start : start + 500]),
-            workunit.c.canonical_resultid == 0,
-            workunit.c.error_mask == 0,
-        )
-        names = list(connection.scalars(open_ones))
-        changed += len(names)
-        connection.execute(sa.update(workunit).where(workunit.c.id.in_(names)).values(need_validate=1))
-    return changed
+    open_ones = (
+        workunit.c.canonical_resultid == 0,
+        workunit.c.error_mask == 0,
+        workunit.c.name.in_(sa.select(gt_microtask.c.workunit_name)),
+        workunit.c.id.in_(waiting),
+    )
+    return connection.execute(sa.update(workunit).where(*open_ones).values(need_validate=1)).rowcount
 
 
 @dataclass(frozen=True)

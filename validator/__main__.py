@@ -338,7 +338,7 @@ class Validator:
         that differs from what others computed."""
         for row in verdict.caught():
             with self.database.read() as connection:
-                names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind, most=traces.NAMED)
+                names = traces.accepted_alone(connection, int(row["hostid"]), verdict.kind)
             change = verdict.decision.results[int(row["id"])]
             if names or change.refuted:
                 log.log(

@@ -180,10 +180,11 @@ def _late_results(evidence: Evidence) -> Decision:
     if not fresh:
         return Decision(workunit={"need_validate": 0})
     of_canonical = sanity.get(canonical, (Sanity.INVALID, "its row is gone"))
-    away = [sanity[i][1] for i in settled(workunit, results) if sanity[i][0] == Sanity.TRANSIENT]
+    beside = settled(workunit, results)
+    away = [sanity[i][1] for i in beside if sanity[i][0] == Sanity.TRANSIENT]
     if away:
         return Decision(retry=True, note=away[0])
-    readable = [i for i in settled(workunit, results) if sanity[i][0] == Sanity.GOOD]
+    readable = [i for i in beside if sanity[i][0] == Sanity.GOOD]
     changes: dict[int, ResultChange] = {}
     for identifier in fresh:
         kind, reason = sanity[identifier]

@@ -40,6 +40,9 @@ class Limits:
     least_ratio: float = 2.0
 
 
+USUAL = Limits()
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two copies of a workunit: how far apart, what kind of work, and the groups that either of them belongs to.
@@ -65,7 +68,7 @@ class Finding:
     drifts: bool
 
 
-def findings(pairs: Sequence[Pair], limits: Limits = Limits()) -> list[Finding]:
+def findings(pairs: Sequence[Pair], limits: Limits = USUAL) -> list[Finding]:
     """Every group with enough pairs, those that drift first, then by their p-values."""
     left = list(pairs)
     found: list[Finding] = []

@@ -44,7 +44,6 @@ _TOGETHER = 8192  # elements of an update whose tensors are handled in one go
 _PLACE_BITS, _STEP_BITS = 13, 26  # of their places; of magnitudes, in steps below the largest of their tensor
 _OWNER_BIT = _PLACE_BITS + _STEP_BITS + 1
 _GROUP = 64  # elements of a large tensor of which only the largest is looked at first
-_SHORT_SUM, _SQUARED = 8192, (1e-12, 1e15)  # elements, and largest magnitudes, that float32 sums the squares of
 _WORK = ("gradient", "delta")  # families of what was computed; buffers and metrics only go along
 
 
@@ -198,15 +197,7 @@ def _of_tensor(flat: Array, count: int) -> tuple[float, float, Array, Array]:
     places = _largest(flat, count)
     top = abs(float(flat[places[0]]))
     values = np.rint(flat[places] * np.float64(UNITS / top if top else 0.0))
-    return _norm(flat, top), top, places, values
-
-
-def _norm(flat: Array, top: float) -> float:
-    """Norm of a tensor whose largest magnitude is `top`: by short sums in float32 where no square can leave it."""
-    if not _SQUARED[0] < top < _SQUARED[1] or flat.dtype != np.float32:
-        return math.sqrt(squared_norm(flat))
-    pieces = (flat[start : start + _SHORT_SUM] for start in range(0, flat.size, _SHORT_SUM))
-    return math.sqrt(sum(float(piece @ piece) for piece in pieces))
+    return math.sqrt(squared_norm(flat)), top, places, values
 
 
 def _largest(flat: Array, count: int) -> Array:

@@ -57,13 +57,12 @@ log = logging.getLogger("validator")
 
 def queue(connection: Connection, host_id: int, kind: str, now: float) -> list[str]:
     """Have the host's unconfirmed results of this kind computed again; returns their workunits, newest first."""
-    mine = (gt_recheck.c.host_id == host_id) & (gt_recheck.c.kind == kind)
-    waits = mine & (gt_recheck.c.state == str(RecheckState.WAITING))
-    room = MOST - int(connection.scalar(sa.select(sa.func.count()).select_from(gt_recheck).where(waits)) or 0)
-    known = set(connection.scalars(sa.select(gt_recheck.c.workunit_name).where(mine)))
-    wanted = [name for name in traces.accepted_alone(connection, host_id, kind) if name not in known][: max(0, room)]
+    waiting = {"host_id": host_id, "kind": kind, "state": str(RecheckState.WAITING)}
+    already = sa.select(sa.func.count()).select_from(gt_recheck).filter_by(**waiting)
+    room = MOST - int(connection.scalar(already) or 0)
+    wanted = traces.never_rechecked(connection, host_id, kind, room) if room > 0 else []
     if wanted:
-        waiting = {"host_id": host_id, "kind": kind, "create_time": now, "state": str(RecheckState.WAITING)}
+        waiting["create_time"] = now
         connection.execute(gt_recheck.insert(), [{"workunit_name": name, **waiting} for name in wanted])
     return wanted
 

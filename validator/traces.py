@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from boinc_project.gt_tables import Judgement, gt_fingerprint, gt_microtask
+from boinc_project.gt_tables import Judgement, gt_fingerprint, gt_microtask, gt_recheck
 from boinc_project.store import Row
 
 KEPT_S = 60 * 86400.0  # longer than any copy may be late, and enough for statistics
@@ -62,13 +62,21 @@ def latest(connection: Connection, kind: str, steps: int, fragment: tuple[int, i
     return [bytes(marks) for marks in connection.scalars(query.order_by(table.judge_time.desc()).limit(count))]
 
 
-def accepted_alone(connection: Connection, host_id: int, kind: str, most: int | None = None) -> list[str]:
-    """Workunits whose only copy was this host's, the newest first; `most`: of these."""
+def accepted_alone(connection: Connection, host_id: int, kind: str) -> list[str]:
+    """Workunits whose only copy was this host's, the newest first; NAMED of them."""
+    return [str(name) for name in connection.scalars(_alone(host_id, kind).limit(NAMED))]
+
+
+def never_rechecked(connection: Connection, host_id: int, kind: str, most: int) -> list[str]:
+    """Those of them that have not been queued to be computed again, `most` at most."""
+    new = gt_fingerprint.c.workunit_name.not_in(sa.select(gt_recheck.c.workunit_name))
+    return [str(name) for name in connection.scalars(_alone(host_id, kind).where(new).limit(most))]
+
+
+def _alone(host_id: int, kind: str) -> sa.Select[tuple[str]]:
     table = gt_fingerprint.c
-    query = sa.select(table.workunit_name).where(
-        table.host_id == host_id, table.kind == kind, table.verdict == str(Judgement.ALONE)
-    )
-    return [str(name) for name in connection.scalars(query.order_by(table.judge_time.desc()).limit(most))]
+    mine = (table.host_id == host_id, table.kind == kind, table.verdict == str(Judgement.ALONE))
+    return sa.select(table.workunit_name).where(*mine).order_by(table.judge_time.desc())
 
 
 def drop_old(connection: Connection, now: float) -> int:

@@ -32,7 +32,7 @@ from boinc_project.gt_tables import (
 )
 from boinc_project.states import Outcome, ServerState, ValidateState
 from validator.rechecks import summary
-from validator.traces import NAMED, accepted_alone
+from validator.traces import accepted_alone
 
 DAEMON_LATE_S = 60.0
 HOSTS_SHOWN = 20
@@ -252,12 +252,17 @@ def _drift_tables(connection: sa.Connection) -> list[Table]:
         advice = "blocked" if name in blocked else f"boinc-train trust block {shlex.quote(name)}"
         numbers = (str(row["pairs"]), f"{row['median']:.2g}", f"{row['ratio']:.2g}", ago(float(row["test_time"])))
         found.add_row(escape(name), *numbers, escape(advice))
-    without_vote = table("group", "since", "note", "command", title="blocked: their results are no vote")
+    return [each for each in (found, blocked_table(connection)) if each.row_count]
+
+
+def blocked_table(connection: sa.Connection) -> Table:
+    """Groups whose results are no vote, with the command that lets each vote again."""
+    found = table("blocked group", "since", "note", "command", title="blocked")
     for row in connection.execute(sa.select(gt_blocked).order_by(gt_blocked.c.name)).mappings():
         name, since = str(row["name"]), ago(float(row["create_time"]))
         command = f"boinc-train trust unblock {shlex.quote(name)}"
-        without_vote.add_row(escape(name), since, escape(str(row["note"])), escape(command))
-    return [each for each in (found, without_vote) if each.row_count]
+        found.add_row(escape(name), since, escape(str(row["note"])), escape(command))
+    return found
 
 
 def refutation(connection: sa.Connection, row: store.Row) -> str:
@@ -265,7 +270,7 @@ def refutation(connection: sa.Connection, row: store.Row) -> str:
     again = str(summary(connection, int(row["host_id"]), str(row["kind"])))
     if not row["failed_check"]:
         return f"failed an audit; {again}" if again else ""
-    names = accepted_alone(connection, int(row["host_id"]), str(row["kind"]), most=NAMED)
+    names = accepted_alone(connection, int(row["host_id"]), str(row["kind"]))
     unchecked = f"; accepted without a second copy before: {', '.join(names)}" if names else ""
     return f"refuted {ago(float(row['failed_check']))}{unchecked}" + (f"; {again}" if again else "")
 

@@ -15,12 +15,12 @@ from sqlalchemy.engine import Connection
 from boinc_project import store
 from boinc_project.cli.errors import Mistake
 from boinc_project.cli.project import open_project, project_option
-from boinc_project.cli.status import ago, refutation
+from boinc_project.cli.status import ago, blocked_table, refutation
 from boinc_project.cli.tables import table
 from boinc_project.database import Database
 from boinc_project.gt_tables import gt_blocked, gt_trust
 from boinc_project.reliability import is_trusted, reliability
-from validator.drift import Finding, Limits, findings
+from validator.drift import USUAL, Finding, Limits, findings
 from validator.records import blocked_groups, judged_pairs, limits_of
 
 SHOWN = 30
@@ -87,13 +87,13 @@ def unblock(group: str, project_dir: Path | None) -> None:
     click.echo(f"{group} votes again")
 
 
-def render(database: Database, now: float, limits: Limits = Limits()) -> Group:  # noqa: B008 (it is frozen)
+def render(database: Database, now: float, limits: Limits = USUAL) -> Group:
     """The whole picture as tables. Names of devices came from volunteers and are escaped."""
     with database.read() as connection:
         return Group(
             _host_table(connection, now),
             _group_table(findings(judged_pairs(connection, now), limits)),
-            _blocked_table(connection),
+            blocked_table(connection),
         )
 
 
@@ -129,11 +129,4 @@ def _group_table(made: list[Finding]) -> Table:
         found.add_row(
             escape(one.group), str(one.pairs), f"{one.median:.2g}", f"{one.ratio:.2g}", f"{one.p:.2g}", verdict
         )
-    return found
-
-
-def _blocked_table(connection: Connection) -> Table:
-    found = table("blocked group", "since", "note", title="blocked")
-    for row in connection.execute(sa.select(gt_blocked).order_by(gt_blocked.c.name)).mappings():
-        found.add_row(escape(str(row["name"])), ago(float(row["create_time"])), escape(str(row["note"])))
     return found

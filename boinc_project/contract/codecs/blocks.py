@@ -40,20 +40,21 @@ def safe(scales: Array) -> Array:
     return np.where(scales > 0, scales, np.float32(1))[:, None]
 
 
+def multiply(codes: Array, scales: Array, block: int, out: Array) -> None:
+    """Write code times its block's scale: codes [n] of any number type, scales [blocks], out [n] of float32."""
+    whole = codes.size - codes.size % block
+    grid = out[:whole].reshape(-1, block)
+    np.multiply(codes[:whole].reshape(grid.shape), scales[: grid.shape[0], None], out=grid, dtype=np.float32)
+    if whole < codes.size:
+        np.multiply(codes[whole:], scales[whole // block], out=out[whole:], dtype=np.float32)
+
+
 def scaled(codes: Array, scales: Array, block: int) -> Iterator[tuple[slice, Array]]:
-    """(place, code times its block's scale): codes [n] of any number type, scales [blocks]."""
-    if codes.size <= block:
-        yield slice(0, codes.size), codes.astype(np.float32) * scales[:1]
-        return
-    blocks = max(1, method.PIECE_ELEMENTS // block)
-    room = np.empty((min(blocks, max(1, scales.size)), block), np.float32)
-    whole = codes.size // block
-    for first in range(0, whole, blocks):
-        count = min(blocks, whole - first)
-        where = slice(first * block, (first + count) * block)
-        grid = codes[where].reshape(count, block)
-        np.multiply(grid, scales[first : first + count, None], out=room[:count], dtype=np.float32)
-        yield where, room[:count].reshape(-1)
-    if whole * block < codes.size:
-        where = slice(whole * block, codes.size)
-        yield where, codes[where].astype(np.float32) * scales[whole]
+    """(place, code times its block's scale), some blocks at a time."""
+    some = max(1, method.PIECE_ELEMENTS // block) * block
+    room = np.empty(min(some, codes.size), np.float32)
+    for start in range(0, codes.size, some):
+        where = slice(start, min(start + some, codes.size))
+        values = room[: where.stop - start]
+        multiply(codes[where], scales[start // block :], block, values)
+        yield where, values

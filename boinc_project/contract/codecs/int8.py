@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from boinc_project.contract.codecs.blocks import blocks_of, coded, safe, scaled
+from boinc_project.contract.codecs.blocks import blocks_of, coded, multiply, safe, scaled
 from boinc_project.contract.codecs.method import (
     CODES_SUFFIX,
     MAX_BLOCK,
@@ -53,13 +53,8 @@ class Int8(Method):
         return scaled(parts[CODES_SUFFIX], parts[SCALES_SUFFIX], self.block)
 
     def decode(self, parts: Parts, shape: Shape, name: str, seed: CodecSeed) -> Array:
-        codes, scales = parts[CODES_SUFFIX], parts[SCALES_SUFFIX]
-        found = np.empty(codes.size, np.float32)
-        whole = codes.size - codes.size % self.block
-        grid = found[:whole].reshape(-1, self.block)
-        np.multiply(codes[:whole].reshape(grid.shape), scales[: grid.shape[0], None], out=grid, dtype=np.float32)
-        if whole < codes.size:
-            np.multiply(codes[whole:], scales[-1], out=found[whole:], dtype=np.float32)
+        found = np.empty(elements(shape), np.float32)
+        multiply(parts[CODES_SUFFIX], parts[SCALES_SUFFIX], self.block, found)
         return found.reshape(shape)
 
     def spread(self, distance: float) -> float:
