@@ -25,6 +25,8 @@ from pathlib import Path
 import pymysql
 import sqlalchemy as sa
 
+from tests.ports import kept_port
+
 SERVER = shutil.which("mariadbd", path=os.environ.get("PATH", "") + ":/usr/sbin")
 INSTALL = shutil.which("mariadb-install-db")
 
@@ -74,10 +76,8 @@ class MariaDb:
 
     def start(self) -> None:
         """Start serving on `port` (a free one the first time) and wait until it answers."""
-        from boinc_project.server.run import free_port
-
         assert SERVER is not None, MISSING
-        self.port = self.port or free_port()
+        self.port = self.port or kept_port()
         temporary = self.folder / "tmp"  # of its own: a server that starts deletes what others have in a common one
         temporary.mkdir(exist_ok=True)
         command = [

@@ -13,8 +13,8 @@ from boinc_project import app_versions, database, templates
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree, create_project
 from boinc_project.server import accounts
-from boinc_project.server.run import free_port
 from tests import databases
+from tests.ports import kept_port
 
 WIRE = Path(__file__).parent / "data" / "wire"
 
@@ -32,7 +32,7 @@ def make_project(folder: Path, **options: str | int | float) -> ProjectTree:
 
     It is made on the database that the test runs with (tests/databases.py).
     """
-    url = f"http://127.0.0.1:{free_port()}/test/"
+    url = f"http://127.0.0.1:{kept_port()}/test/"
     quick: dict[str, str | int | float] = {"min_sendwork_interval": 0, **databases.project_options(), **options}
     return create_project(folder, master_url=url, long_name="Test Project", options=quick)
 

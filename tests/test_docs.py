@@ -28,7 +28,7 @@ from apps.gradient import __main__ as application
 from assimilator.__main__ import main as assimilator
 from boinc_project.cli.main import main as boinc_train
 from boinc_project.job_config import SECTIONS
-from boinc_project.server.run import free_port
+from tests.ports import kept_port
 from validator.__main__ import main as validator
 from work_generator.__main__ import main as work_generator
 
@@ -296,7 +296,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = kept_port()
         self.history = ["set -eu"]
         self.servers: list[subprocess.Popen[bytes]] = []
         self.environment = dict(os.environ, COLUMNS="200", TERM="dumb")

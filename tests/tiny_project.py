@@ -32,12 +32,12 @@ from boinc_project.contract.update import read_update, update_types, write_updat
 from boinc_project.daemon import Options, Stopper
 from boinc_project.database import Database
 from boinc_project.project_tree import ProjectTree, create_project
-from boinc_project.server.run import free_port
 from boinc_project.server.size_regulator import SizeRegulator
 from boinc_project.server.transitioner import Transitioner
 from boinc_project.states import AssimilateState, Outcome, ServerState
 from boinc_project.store import JobRow
 from tests import databases
+from tests.ports import kept_port
 from validator.__main__ import Validator
 from work_generator.__main__ import Generator
 from work_generator.export import ExportedJob, export_job
@@ -102,7 +102,7 @@ class TinyProject:
             self.tree = ProjectTree(folder)
             self.db = self.tree.database()
         else:
-            url = f"http://127.0.0.1:{free_port()}/tiny/"
+            url = f"http://127.0.0.1:{kept_port()}/tiny/"
             options: Mapping[str, Any] = {
                 "min_sendwork_interval": 0,
                 "gt_dry_rpc_delay": 1,
